@@ -1,0 +1,45 @@
+# Two commands matter to a user: `make demo` and `make test`. Each installs what it needs.
+# Everything that is installed lives in .venv and in $(XDG_CACHE_HOME)/pd-sidecar, nowhere else.
+PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3))
+VENV   := .venv
+PY     := $(VENV)/bin/python
+
+.PHONY: demo test test-fast lint format bench lock docs clean
+
+demo: $(VENV)/.ready
+	@$(PY) -m e2e.demo
+
+test: lint
+	@$(PY) -m tests.run all
+
+test-fast: lint
+	@$(PY) -m tests.run fast
+
+lint: $(VENV)/.ready
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+format: $(VENV)/.ready
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.ready
+	@$(PY) -m e2e.bench
+
+docs: $(VENV)/.ready
+	@$(PY) -m sidecar.exchange.failures docs/failures.md
+
+lock: $(VENV)/.ready
+	@$(VENV)/bin/uv pip compile --quiet --universal --no-annotate --no-header --generate-hashes --python-version 3.11 pyproject.toml -o requirements.lock
+	@$(VENV)/bin/uv pip compile --quiet --universal --no-annotate --no-header --generate-hashes --python-version 3.11 pyproject.toml --group dev -o requirements-dev.lock
+
+$(VENV)/.ready: requirements-dev.lock pyproject.toml
+	@echo "installing the tools into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

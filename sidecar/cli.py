@@ -1,0 +1,5 @@
+"""Flags -> settings -> the parts, put together."""
+
+
+def main() -> int:
+    return 0

@@ -1,0 +1,1 @@
+"""Everything over ZMQ: the NIXL handshake (codec, prober, relay) and KV events. Knows nothing of HTTP."""
