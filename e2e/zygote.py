@@ -1,0 +1,236 @@
+"""Runs in the engines' Python: imports vLLM once, then forks an engine for each request on its standard input.
+
+It knows processes and nothing else: what an engine is started with comes from `e2e/engines.py`, one JSON object a
+line in, one a line out. When its input ends (also when the parent was killed) it ends every engine and itself.
+
+Importing vLLM takes eleven seconds of CPU, and a vLLM server does it three times; forked, an engine is up in six.
+
+What is tamed, for a machine of a few cores without RDMA (none of it touches the protocol):
+- vLLM's CPU platform insists on starting its processes by `spawn`; here `spawn` means `fork`.
+- NIXL's progress thread polls without pause, one full core for each idle engine. It is off unless an engine is
+  started with `prog_thread`: vLLM drives NIXL itself at each step, and a prefill engine keeps stepping while it
+  holds blocks. Only an *idle* prefill engine does not serve a read any more, so tests of expired leases need it.
+- NIXL's connector pins each engine's worker to the last core of the machine: prefill and decode would fight for it.
+  Pinning by the engine is ignored, pinning by the rig (`cores`) is done before.
+
+With `--plain` nothing is imported or tamed: engines are started as they come, by executing the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import re
+import runpy
+import select
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+# prctl(2); the numbers are Linux's.
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+REAP_INTERVAL_SECONDS = 0.05
+PROG_THREAD = "PD_RIG_PROG_THREAD"
+
+ANSWERS = 3  # where the answers go: vLLM logs to standard output
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_set_affinity = os.sched_setaffinity
+
+
+def die_with_parent() -> None:
+    """A forked process must not outlive the one that forked it, whatever that one died of."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def tame() -> None:
+    """See the file's description."""
+    import multiprocessing
+
+    get_context = multiprocessing.get_context
+
+    def forking(method: str | None = None) -> Any:
+        return get_context("fork" if method == "spawn" else method)
+
+    multiprocessing.get_context = forking  # type: ignore[assignment]
+    os.sched_setaffinity = lambda *_: None  # type: ignore[assignment]
+
+    import nixl._api
+
+    config_init = nixl._api.nixl_agent_config.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs["enable_prog_thread"] = os.environ.get(PROG_THREAD) == "1"
+        config_init(self, *args, **kwargs)
+
+    nixl._api.nixl_agent_config.__init__ = init
+
+
+def preload() -> None:
+    """Imports what an engine's three processes need, so that a fork finds it done."""
+    import importlib
+
+    for module in (
+        SERVER_MODULE,
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.executor.multiproc_executor",
+        "vllm.v1.executor.uniproc_executor",
+        "vllm.model_executor.models.llama",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector",
+    ):
+        importlib.import_module(module)
+
+
+def become_engine(order: dict[str, Any], parent: int, plain: bool) -> None:
+    """In the fork: never returns."""
+    die_with_parent()
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+    os.setsid()  # the session is how the rig finds every process of this engine
+    null = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(ANSWERS)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(order["env"])
+    tempfile.tempdir = None  # forget what was read from the environment before
+    if order["cores"]:
+        _set_affinity(0, order["cores"])
+    if plain:
+        os.execv(sys.executable, [sys.executable, "-m", SERVER_MODULE, *order["args"]])
+    os.environ[PROG_THREAD] = "1" if order["prog_thread"] else "0"
+    sys.argv = [SERVER_MODULE, *order["args"]]
+    runpy.run_module(SERVER_MODULE, run_name="__main__")
+
+
+def fork_engine(order: dict[str, Any], plain: bool) -> int:
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        become_engine(order, parent, plain)
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def session_pids(session: int) -> list[int]:
+    """The living processes of a session, from /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            # The command's name stands in parentheses and may hold anything; after it: state, ppid, pgrp, session.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+def kill_session(session: int) -> None:
+    """Kills every process of a session and removes the shared memory that they had no time to remove."""
+    shared: set[Path] = set()
+    while pids := session_pids(session):
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                shared.update(Path(m) for m in re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE))
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    for path in shared:
+        path.unlink(missing_ok=True)
+
+
+def answer(message: dict[str, Any]) -> None:
+    os.write(ANSWERS, json.dumps(message).encode() + b"\n")
+
+
+def reap(engines: set[int]) -> None:
+    """Collects ended children: engines, and orphans of theirs (this process adopts them)."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        if pid in engines:
+            engines.discard(pid)
+            answer({"exited": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def serve(plain: bool) -> None:
+    engines: set[int] = set()
+    unread = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], REAP_INTERVAL_SECONDS)
+        if readable:
+            chunk = os.read(0, 65536)
+            if not chunk:
+                break
+            *lines, unread = (unread + chunk).split(b"\n")
+            for line in lines:
+                pid = fork_engine(json.loads(line), plain)
+                engines.add(pid)
+                answer({"started": pid})
+        reap(engines)
+    for pid in engines:
+        kill_session(pid)
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def main() -> None:
+    plain = "--plain" in sys.argv
+    os.dup2(1, ANSWERS)
+    os.dup2(2, 1)
+    # The rig decides when this ends, not a Ctrl-C that the terminal sends to everyone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    start = time.monotonic()
+    if not plain:
+        tame()
+        preload()
+        # Python's own forks, at any depth: the engine core and the workers must not outlive their server.
+        os.register_at_fork(after_in_child=die_with_parent)
+        gc.collect()
+        gc.freeze()  # the collector would write to every object, and so copy every shared page, in each fork
+    answer({"ready": round(time.monotonic() - start, 1)})
+    serve(plain)
+
+
+if __name__ == "__main__":
+    main()
