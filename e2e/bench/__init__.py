@@ -1,0 +1,1 @@
+"""The benchmark: the sidecar beside its peers, against stub engines, on one machine in one go."""

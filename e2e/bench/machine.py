@@ -1,0 +1,72 @@
+"""What machine and which versions a result was taken with. It must not know results."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("pd-sidecar", "uvloop", "httptools", "msgspec", "aiohttp", "pyzmq")
+
+
+def _first(path: str, key: str) -> str:
+    try:
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(key):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return "unknown"
+
+
+def _revision() -> str:
+    """The commit measured, with a plus where the work tree differs from it in what is measured."""
+    root = Path(__file__).parents[2]
+    try:
+        git = ["git", "-C", str(root)]
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--", "sidecar", "transport"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def _nginx_version(binary: Path) -> str:
+    told = subprocess.run([binary, "-v"], capture_output=True, text=True, check=False)
+    return (told.stderr or told.stdout).strip().removeprefix("nginx version: ")
+
+
+def describe(peers: dict[str, Path], wheels: dict[str, str], proxy_core: int, rig_core: int) -> dict[str, Any]:
+    """CPU, kernel, memory, load and every version that has a part in the numbers."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "absent"
+    for name, binary in peers.items():
+        versions[name] = _nginx_version(binary) if name == "nginx" else wheels[name].split("==")[1]
+    memory_kb = _first("/proc/meminfo", "MemTotal").split()[0]
+    return {
+        "cpu": _first("/proc/cpuinfo", "model name"),
+        "cpu_mhz": _first("/proc/cpuinfo", "cpu MHz"),
+        "cores": os.cpu_count(),
+        "proxy_core": proxy_core,
+        "rig_core": rig_core,
+        "memory_gb": round(int(memory_kb) / 1e6, 1) if memory_kb.isdigit() else None,
+        "virtual": "hypervisor" in _first("/proc/cpuinfo", "flags").split(),
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),
+        "python": platform.python_version(),
+        "load_average_at_start": os.getloadavg()[0],
+        "revision": _revision(),
+        "versions": versions,
+    }
