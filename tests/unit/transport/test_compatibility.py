@@ -1,0 +1,209 @@
+"""The gate: every rule with a pair that it refuses and the nearest pair that it must not refuse."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transport.compatibility import Facts, block_ids_fit, check, check_engine_id
+from transport.handshake import FIRST, Description, Geometry, Rank, Ranks
+
+GEOMETRY = Geometry(
+    num_blocks=100,
+    block_size=16,
+    physical_per_logical=1,
+    block_lens=(4096, 4096),
+    block_strides=(4096, 4096),
+    regions=2,
+    layout="LBHNC",
+    attention_backend="FLASH_ATTN",
+    ssm_sizes=(0, 0),
+    dcp_size=1,
+    pcp_size=1,
+    region_names=("a", "b"),
+)
+HERE = Description("h", "decode", GEOMETRY, "14")
+THERE = replace(HERE, engine_id="prefill")
+ONE = Ranks(1, 1)
+
+
+def facts(description: Description = THERE, ranks: Ranks | None = ONE, **geometry: Any) -> Facts:
+    return Facts({FIRST: replace(description, geometry=replace(GEOMETRY, **geometry))}, ranks)
+
+
+LOCAL = facts(HERE)
+
+
+def reason(remote: Facts, local: Facts | None = LOCAL, **options: Any) -> str | None:
+    found = check(local, remote, **options)
+    if found is None:
+        return None
+    assert found.cause
+    assert found.change
+    return found.reason
+
+
+def test_equal_engines_fit() -> None:
+    assert reason(facts()) is None
+    assert reason(facts(ranks=None)) is None
+    assert reason(facts(), local=None) is None
+
+
+def test_the_hash_decides_unless_the_engine_does_not_enforce_it() -> None:
+    other = replace(THERE, compatibility_hash="g")
+    assert reason(facts(other)) == "hash"
+    assert reason(facts(other), enforce_hash=False) is None
+    assert reason(facts(other), local=None) is None
+
+
+@pytest.mark.parametrize(
+    ("geometry", "said"),
+    [
+        ({"attention_backend": "TRITON_ATTN"}, "TRITON_ATTN"),
+        ({"regions": 1, "block_lens": (4096,), "block_strides": (4096,)}, "model"),
+        ({"block_lens": (2048, 4096)}, "--kv-cache-dtype"),
+        ({}, "--model"),
+    ],
+)
+def test_the_likely_cause_of_a_hash_mismatch_is_named(geometry: dict[str, Any], said: str) -> None:
+    found = check(LOCAL, facts(replace(THERE, compatibility_hash="g"), **geometry))
+    assert found is not None
+    assert said in found.cause + found.change
+
+
+def test_other_fields_with_another_hash_mean_another_version() -> None:
+    older = Description("g", "prefill", None, "unknown", missing_fields=("dcp_size",))
+    found = check(LOCAL, Facts({FIRST: older}))
+    assert found is not None
+    assert found.reason == "hash"
+    assert "version" in found.change
+
+
+def test_metadata_that_cannot_be_read_is_not_held_against_an_engine_of_the_same_hash() -> None:
+    assert reason(Facts({FIRST: Description("h", "prefill", None, "unknown")}, ONE)) is None
+
+
+def test_the_local_engine_itself_is_found_out() -> None:
+    found = check(LOCAL, facts(HERE))
+    assert found is not None
+    assert found.reason == "same_engine"
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in found.change
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    # reason, what differs there, what differs here
+    ("block_size", {"block_size": 32}, {}),
+    ("block_size", {"block_size": 16}, {"block_size": 24}),
+    ("layout", {"layout": "LBNHC"}, {}),
+    ("regions", {"regions": 1, "block_lens": (4096,), "block_strides": (4096,)}, {}),
+    ("regions", {"region_names": ("a", "c")}, {}),
+    ("block_len", {"block_lens": (2048, 2048)}, {}),
+    ("metadata", {"block_strides": (2048, 4096)}, {}),
+    ("metadata", {"block_strides": (4096,)}, {}),
+    ("metadata", {"regions": 3}, {}),
+    ("context_parallel", {"pcp_size": 4, "dcp_size": 2}, {}),
+    ("context_parallel", {"dcp_size": 2}, {"pcp_size": 2}),
+    ("context_parallel", {"pcp_size": 2}, {"dcp_size": 2}),
+    ("context_parallel", {"dcp_size": 2}, {"dcp_size": 3}),
+    ("context_parallel", {"dcp_size": 2, "ssm_sizes": (8, 8)}, {"ssm_sizes": (8, 8)}),
+]
+ALLOWED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"block_size": 8, "block_lens": (2048, 2048)}, {}),
+    ({"layout": "LBHNC"}, {"layout": "LBNHC"}),
+    ({"layout": "BLHNC", "attention_backend": "FLASHMLA"}, {"attention_backend": "FLASHMLA"}),
+    ({"block_strides": (8192, 4096)}, {}),
+    ({"num_blocks": 7}, {}),
+    ({"region_names": None}, {}),
+    ({"dcp_size": 4}, {"dcp_size": 2}),
+    ({"pcp_size": 2, "dcp_size": 2}, {}),
+    ({"block_lens": (1024, 4096), "ssm_sizes": (8, 8)}, {"ssm_sizes": (8, 8)}),
+]
+
+
+@pytest.mark.parametrize(("expected", "there", "here"), REFUSED)
+def test_what_the_engine_is_certain_to_refuse_is_refused(
+    expected: str, there: dict[str, Any], here: dict[str, Any]
+) -> None:
+    assert reason(facts(**there), facts(HERE, **here)) == expected
+
+
+@pytest.mark.parametrize(("there", "here"), ALLOWED)
+def test_what_the_engine_may_accept_is_left_to_it(there: dict[str, Any], here: dict[str, Any]) -> None:
+    assert reason(facts(**there), facts(HERE, **here)) is None
+
+
+def test_tensor_parallel_sizes_must_divide_one_another() -> None:
+    assert reason(facts(ranks=Ranks(1, 4)), facts(HERE, Ranks(1, 6))) == "tp_size"
+    assert reason(facts(ranks=Ranks(1, 4)), facts(HERE, Ranks(1, 2))) is None
+    assert reason(facts(ranks=Ranks(1, 2)), facts(HERE, Ranks(1, 4))) is None
+    assert reason(facts(ranks=None), facts(HERE, Ranks(1, 6))) is None
+
+
+def test_block_lengths_are_compared_only_where_the_layout_is_certain() -> None:
+    half = {"block_lens": (2048, 2048), "ranks": Ranks(1, 2)}
+    assert reason(facts(**half)) is None
+    assert reason(facts(**half), facts(HERE, Ranks(1, 2))) == "block_len"
+    stage = {"regions": 1, "block_lens": (4096,), "block_strides": (4096,), "ranks": Ranks(2, 1)}
+    assert reason(facts(**stage)) is None
+
+
+def test_ranks_of_one_engine_belong_together() -> None:
+    def two(other: Description, local: Ranks) -> str | None:
+        return reason(Facts({FIRST: THERE, Rank(0, 1): other}, Ranks(1, 2)), facts(HERE, local))
+
+    fewer = replace(THERE, geometry=replace(GEOMETRY, num_blocks=99))
+    assert two(THERE, Ranks(1, 2)) is None
+    assert two(replace(THERE, engine_id="another"), Ranks(1, 2)) == "ranks_differ"
+    assert two(fewer, Ranks(1, 1)) == "ranks_differ"
+    assert two(fewer, Ranks(1, 2)) is None  # each local rank reads from one remote rank only
+
+
+def test_the_engine_that_a_handoff_names() -> None:
+    assert check_engine_id(THERE, "prefill") is None
+    assert check_engine_id(replace(THERE, engine_id=None), "prefill") is None
+    found = check_engine_id(THERE, "another")
+    assert found is not None
+    assert found.reason == "engine_id"
+
+
+@given(st.lists(st.integers(-5, 120)))
+def test_block_ids_are_logical_ones(block_ids: list[int]) -> None:
+    geometry = replace(GEOMETRY, num_blocks=100, physical_per_logical=2)
+    assert block_ids_fit(geometry, iter(block_ids)) == all(0 <= block_id < 50 for block_id in block_ids)
+
+
+sizes = st.integers(1, 4)
+geometries = st.builds(
+    lambda bs, dcp, pcp, lens, layout, ssm: replace(
+        GEOMETRY,
+        block_size=bs,
+        dcp_size=dcp,
+        pcp_size=pcp,
+        block_lens=lens,
+        block_strides=lens,
+        regions=len(lens),
+        layout=layout,
+        ssm_sizes=ssm,
+        region_names=None,
+    ),
+    sizes,
+    sizes,
+    sizes,
+    st.lists(st.integers(1, 9), max_size=3).map(tuple),
+    st.sampled_from(["LBHNC", "LBNHC", "BLHNC"]),
+    st.sampled_from([(0, 0), (1, 1)]),
+)
+
+
+@given(geometries, geometries, st.builds(Ranks, sizes, sizes), st.builds(Ranks, sizes, sizes))
+def test_no_pair_of_engines_confuses_the_gate(
+    here: Geometry, there: Geometry, here_ranks: Ranks, there_ranks: Ranks
+) -> None:
+    local = Facts({FIRST: replace(HERE, geometry=here)}, here_ranks)
+    remote = Facts({FIRST: replace(THERE, geometry=there)}, there_ranks)
+    reason(remote, local)
+    # An engine fits its own twin, whatever it is, save where vLLM refuses the combination as such.
+    twin = reason(Facts({FIRST: replace(THERE, geometry=here)}, here_ranks), local)
+    assert twin in (None, "context_parallel")

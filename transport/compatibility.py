@@ -1,0 +1,257 @@
+"""Can these two engines ever transfer? Decided from their metadata alone, before a prompt is computed twice. Pure.
+
+Source of every rule: vLLM 0.32 nixl/base_worker.py, `_nixl_handshake`, `_validate_remote_parallel_config` and
+`_validate_remote_agent_handshake`, kv_connector/utils.py for the ratios. Only what the decode engine is certain to
+refuse is said to be incompatible; what depends on things that the metadata does not hold (number of KV heads, MLA,
+host buffers, `enable_permute_local_kv`) is left for the engine to find out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from transport.handshake import FIRST, Description, Geometry, Rank, Ranks
+
+Reason = Literal[
+    "hash",
+    "same_engine",
+    "engine_id",
+    "metadata",
+    "ranks_differ",
+    "tp_size",
+    "context_parallel",
+    "block_size",
+    "layout",
+    "regions",
+    "block_len",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Incompatible:
+    """`reason` is a bounded label; `cause` says what was seen, `change` what to do about it: one clause each."""
+
+    reason: Reason
+    cause: str
+    change: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of one engine. `ranks` None: its sizes are not known, only rank (0, 0) was asked."""
+
+    descriptions: Mapping[Rank, Description]
+    ranks: Ranks | None = None
+
+    @property
+    def first(self) -> Description:
+        return self.descriptions[FIRST]
+
+
+def check(local: Facts | None, remote: Facts, *, enforce_hash: bool = True) -> Incompatible | None:
+    """Why the local (decode) engine can never pull from the remote (prefill) one; None if nothing says so.
+
+    `local` None: the local engine's metadata is not known, only what holds for any pair is checked.
+    `enforce_hash` False: the engine runs with `enforce_handshake_compat: false` and will not compare hashes.
+    """
+    found = _itself(remote)
+    if found is not None or local is None:
+        return found
+    here, there = local.first, remote.first
+    if here.engine_id is not None and here.engine_id == there.engine_id:
+        return Incompatible(
+            "same_engine",
+            "the side channel of this endpoint is the local engine's own",
+            "set VLLM_NIXL_SIDE_CHANNEL_HOST on the prefill engine to its pod address (its default is localhost)",
+        )
+    if enforce_hash and here.compatibility_hash != there.compatibility_hash:
+        return _hash_differs(here, there)
+    if here.geometry is None or there.geometry is None:
+        return None
+    for rule in _PAIR_RULES:
+        if (found := rule(local, here.geometry, remote, there.geometry)) is not None:
+            return found
+    return None
+
+
+def check_engine_id(description: Description, named: str) -> Incompatible | None:
+    """Whether the engine behind an endpoint is the one that a handoff names (`remote_engine_id`)."""
+    if description.engine_id is None or description.engine_id == named:
+        return None
+    return Incompatible(
+        "engine_id",
+        "the handoff names another engine than the one that answers on the side channel",
+        "nothing if the prefill engine has just restarted; else check that VLLM_NIXL_SIDE_CHANNEL_HOST and "
+        "VLLM_NIXL_SIDE_CHANNEL_PORT are its own",
+    )
+
+
+def _itself(remote: Facts) -> Incompatible | None:
+    """Does one engine's metadata agree with itself: the asserts that need no second engine."""
+    shapes = [d.geometry for d in remote.descriptions.values() if d.geometry is not None]
+    if any(d.engine_id != remote.first.engine_id for d in remote.descriptions.values()):
+        return Incompatible(
+            "ranks_differ", "ranks of one side channel carry different engine ids", "restart the prefill engine"
+        )
+    if not all(map(_regular, shapes)):
+        return Incompatible("metadata", "its metadata contradicts itself", "run the same vLLM on both sides")
+    return None
+
+
+def _regular(shape: Geometry) -> bool:
+    if len(shape.block_lens) != len(shape.block_strides) or len(shape.block_strides) != shape.regions:
+        return False
+    return all(stride >= size for size, stride in zip(shape.block_lens, shape.block_strides, strict=True))
+
+
+def _hash_differs(here: Description, there: Description) -> Incompatible:
+    """The hash says only that they differ. What the metadata shows beside it is the likely cause."""
+    if here.geometry is not None and there.geometry is not None:
+        if here.geometry.attention_backend != there.geometry.attention_backend:
+            return Incompatible(
+                "hash",
+                f"{there.geometry.attention_backend} attention there, {here.geometry.attention_backend} here",
+                "use the same --attention-backend on both sides",
+            )
+        if here.geometry.regions != there.geometry.regions:
+            return Incompatible(
+                "hash",
+                f"{there.geometry.regions} KV regions there, {here.geometry.regions} here: not the same model",
+                "serve the same model on both sides",
+            )
+        if here.geometry.block_lens != there.geometry.block_lens:
+            return Incompatible(
+                "hash",
+                f"KV blocks of {_span(there.geometry)} bytes there, {_span(here.geometry)} here: another model, "
+                "dtype, --kv-cache-dtype, --block-size or tensor-parallel size",
+                "make model, --dtype and --kv-cache-dtype the same on both sides",
+            )
+    if here.schema != there.schema or here.missing_fields != there.missing_fields:
+        return Incompatible(
+            "hash",
+            "the metadata has other fields there than here: two vLLM versions",
+            "run the same vLLM version on both sides",
+        )
+    return Incompatible(
+        "hash",
+        "compatibility hashes differ though the KV caches look alike: another vLLM version, --model given as "
+        "another path or name, a pull and a push connector, or other speculative decoding",
+        "start both sides with the same vLLM version, the very same --model string and the same connector",
+    )
+
+
+def _span(shape: Geometry) -> str:
+    low, high = min(shape.block_lens, default=0), max(shape.block_lens, default=0)
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _context_parallel(_: Facts, here: Geometry, __: Facts, there: Geometry) -> Incompatible | None:
+    change = "make --decode-context-parallel-size and --prefill-context-parallel-size fit each other"
+    if there.pcp_size > 1 and there.dcp_size not in (1, there.pcp_size):
+        cause = f"PCP {there.pcp_size} with DCP {there.dcp_size} there"
+    elif here.pcp_size > 1 and here.dcp_size == 1 and there.dcp_size > 1:
+        cause = "replicated PCP here, DCP shards there"
+    elif there.pcp_size > 1 and there.dcp_size == 1 and here.dcp_size > 1:
+        cause = "replicated PCP there, DCP shards here"
+    elif here.dcp_size % there.dcp_size and there.dcp_size % here.dcp_size:
+        cause = f"DCP {there.dcp_size} there and {here.dcp_size} here do not divide one another"
+    elif here.recurrent and here.dcp_size != there.dcp_size:
+        cause = f"DCP {there.dcp_size} there, {here.dcp_size} here, with state-space layers"
+    else:
+        return None
+    return Incompatible("context_parallel", cause, change)
+
+
+def _tp_size(local: Facts, _: Geometry, remote: Facts, __: Geometry) -> Incompatible | None:
+    if local.ranks is None or remote.ranks is None:
+        return None
+    here, there = local.ranks.tp, remote.ranks.tp
+    if here % there == 0 or there % here == 0:
+        return None
+    return Incompatible(
+        "tp_size",
+        f"tensor-parallel size {there} there and {here} here do not divide one another",
+        "choose --tensor-parallel-size so that one is a multiple of the other",
+    )
+
+
+def _block_size(local: Facts, here: Geometry, remote: Facts, there: Geometry) -> Incompatible | None:
+    if here.block_size % there.block_size == 0:
+        return None
+    return Incompatible(
+        "block_size",
+        f"KV blocks of {there.block_size} tokens there do not divide those of {here.block_size} here",
+        "use the same --block-size on both sides",
+    )
+
+
+def _layout(_: Facts, here: Geometry, __: Facts, there: Geometry) -> Incompatible | None:
+    if here.layout == there.layout or "MLA" in here.attention_backend.upper():
+        return None
+    if there.layout == "LBHNC" and here.layout == "LBNHC":  # legal with enable_permute_local_kv, which is not told
+        return None
+    return Incompatible(
+        "layout",
+        f"KV cache layout {there.layout} there, {here.layout} here",
+        "set the same VLLM_KV_CACHE_LAYOUT on both sides",
+    )
+
+
+def _regions(local: Facts, here: Geometry, remote: Facts, there: Geometry) -> Incompatible | None:
+    # Pipeline stages legally differ in their number of regions.
+    staged = remote.ranks is None or remote.ranks.pp > 1 or local.ranks is None or local.ranks.pp > 1
+    if staged:
+        return None
+    change = "serve the same model with the same cache settings on both sides"
+    if here.regions != there.regions and not here.recurrent:
+        return Incompatible("regions", f"{there.regions} KV regions there, {here.regions} here", change)
+    if there.region_names is not None and here.region_names not in (None, there.region_names):
+        return Incompatible("regions", "the KV regions there carry other layer names than here", change)
+    return None
+
+
+def _ranks_differ(local: Facts, _: Geometry, remote: Facts, there: Geometry) -> Incompatible | None:
+    # A local rank that reads from several remote ones requires that they have equally many blocks.
+    if local.ranks is None or remote.ranks is None or remote.ranks.tp <= local.ranks.tp:
+        return None
+    counts = {d.geometry.num_blocks for d in remote.descriptions.values() if d.geometry is not None}
+    if len(counts) == 1:
+        return None
+    return Incompatible(
+        "ranks_differ",
+        f"its ranks have {min(counts)} to {max(counts)} blocks",
+        "give every rank of the prefill engine the same KV cache size (--num-gpu-blocks-override)",
+    )
+
+
+def _block_len(local: Facts, here: Geometry, remote: Facts, there: Geometry) -> Incompatible | None:
+    # Only for equal tensor-parallel sizes does the metadata alone say how long a block must be.
+    same_tp = local.ranks is not None and remote.ranks is not None and local.ranks == remote.ranks
+    if not same_tp or here.recurrent or there.recurrent or here.regions != there.regions:
+        return None
+    ratio = here.block_size // there.block_size
+    if [size // ratio for size in here.block_lens] == list(there.block_lens):
+        return None
+    return Incompatible(
+        "block_len",
+        f"KV blocks of {_span(there)} bytes there, {_span(here)} here",
+        "make --dtype, --kv-cache-dtype and --block-size the same on both sides",
+    )
+
+
+_PairRule = Callable[[Facts, Geometry, Facts, Geometry], Incompatible | None]
+_PAIR_RULES: Final[tuple[_PairRule, ...]] = (
+    _context_parallel,
+    _tp_size,
+    _ranks_differ,
+    _block_size,
+    _layout,
+    _regions,
+    _block_len,
+)
+
+
+def block_ids_fit(geometry: Geometry, block_ids: Iterator[int]) -> bool:
+    """Whether every block id of a handoff exists on the engine that wrote it."""
+    bound = geometry.logical_blocks
+    return all(0 <= block_id < bound for block_id in block_ids)

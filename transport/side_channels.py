@@ -1,0 +1,192 @@
+"""The side channels as the rest of the sidecar sees them: which endpoints can be pulled from, at what address.
+
+Puts prober and relay together. Must not know HTTP or requests; every call is safe on the one event loop and none
+blocks it.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from transport import relay
+from transport.compatibility import Incompatible, check_engine_id
+from transport.handshake import ONE, RANKS_MAX, Ranks
+from transport.prober import (
+    LIVE_TIMEOUT_SECONDS,
+    NOT_ASKED,
+    REFRESH_SECONDS,
+    Away,
+    Channel,
+    Endpoint,
+    Known,
+    Prober,
+    State,
+)
+
+logger = logging.getLogger(__name__)
+
+ALIVE_TIMEOUT_SECONDS: Final = LIVE_TIMEOUT_SECONDS
+
+_NOT_WATCHED: Final = Away("unknown", "this endpoint is not watched", "add it")
+
+_NO_RELAY: Final = Away(
+    "relay", "no loopback address could be bound for its relay", "free the relay port or choose another network"
+)
+
+
+class Address(NamedTuple):
+    """What to write into a handoff's `remote_host` and `remote_port`."""
+
+    host: str
+    port: int
+
+
+class SideChannels:
+    """Made and closed on the running loop.
+
+    `local`: the local (decode) engine's own side channel, for the comparison; None leaves endpoints unchecked.
+    `local_ranks`: its tensor- and pipeline-parallel sizes. `relayed` False: `relay_address` gives the endpoint's
+    own address. `on_state(endpoint, state)`: at every change. `on_handshake(outcome, seconds)`: for every question
+    that the decode engine asked, and every offence against a relay's port (labels: `transport.relay.Outcome`).
+    """
+
+    def __init__(
+        self,
+        *,
+        local: Endpoint | None = None,
+        local_ranks: Ranks = ONE,
+        relayed: bool = True,
+        network: str = relay.NETWORK,
+        port: int = relay.PORT,
+        enforce_hash: bool = True,
+        refresh_seconds: float = REFRESH_SECONDS,
+        live_timeout_seconds: float = LIVE_TIMEOUT_SECONDS,
+        on_state: Callable[[Endpoint, State], None] = lambda _endpoint, _state: None,
+        on_handshake: Callable[[relay.Outcome, float], None] = lambda _outcome, _seconds: None,
+    ) -> None:
+        self.handshakes: Counter[relay.Outcome] = Counter()
+        self.prober = Prober(on_state=on_state, enforce_hash=enforce_hash, refresh_seconds=refresh_seconds)
+        self._relays: dict[Endpoint, relay.Relay] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._relayed = relayed
+        self._network = network
+        self._port = port
+        self._live_timeout_seconds = live_timeout_seconds
+        self._on_handshake = on_handshake
+        if local is not None:
+            self.prober.set_local(local, local_ranks)
+
+    @property
+    def local_state(self) -> State:
+        return self.prober.local.state if self.prober.local is not None else NOT_ASKED
+
+    def add(self, endpoint: Endpoint, ranks: Ranks | None = None) -> bool:
+        """Watch a prefill engine's side channel and listen for handshakes on its behalf. False beyond the bound.
+
+        `ranks`: its sizes, only if they are certain: asking for a rank too many ends that engine's listener.
+        """
+        channel = self.prober.add(endpoint, ranks)
+        if channel is None:
+            return False
+        if self._relayed and endpoint not in self._relays:
+            try:
+                self._relays[endpoint] = self._listen(channel)
+            except OSError as error:
+                logger.error("side channel %s: no relay address: %s", endpoint, error)
+        return True
+
+    def remove(self, endpoint: Endpoint) -> None:
+        """Forget it; its relay address is closed and is the first choice again should it come back."""
+        self.prober.remove(endpoint)
+        gone = self._relays.pop(endpoint, None)
+        if gone is not None:
+            task = asyncio.create_task(gone.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def state(self, endpoint: Endpoint) -> State:
+        """What is known of it at this moment; costs nothing."""
+        channel = self.prober.channels.get(endpoint)
+        return channel.state if channel is not None else _NOT_WATCHED
+
+    async def settled(self, endpoint: Endpoint, timeout_seconds: float) -> State:
+        """Its state once the first attempt is over, or after the time."""
+        channel = self.prober.channels.get(endpoint)
+        if channel is not None and not channel.asked.is_set():
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    await channel.asked.wait()
+            except TimeoutError:
+                pass
+        return self.state(endpoint)
+
+    async def alive(
+        self, endpoint: Endpoint, engine_id: str | None = None, timeout_seconds: float = ALIVE_TIMEOUT_SECONDS
+    ) -> bool:
+        """Whether its listener answers now, over a fresh connection, and for the engine named, if one is.
+
+        About 1 ms when it is healthy or refuses, `timeout_seconds` when it is frozen. Probes of one endpoint at the
+        same time are one.
+        """
+        channel = self.prober.channels.get(endpoint)
+        return channel is not None and await self.prober.alive(channel, timeout_seconds, engine_id)
+
+    async def relay_address(
+        self, endpoint: Endpoint, *, engine_id: str, tp_size: int = 1, pp_size: int = 1
+    ) -> Address | Away | Incompatible:
+        """Where the decode engine may pull a handoff of this endpoint from, or why it must not.
+
+        `engine_id`, `tp_size`, `pp_size`: `remote_engine_id` and the sizes that the handoff names. Answers at once
+        when the engine is known; when it is away or another engine is known, it is asked once more first, which
+        takes about 1 ms, or `live_timeout_seconds` if it is silent.
+        """
+        channel = self.prober.channels.get(endpoint)
+        if channel is None:
+            return _NOT_WATCHED
+        if tp_size < 1 or pp_size < 1 or tp_size * pp_size > RANKS_MAX:
+            return _sizes(f"the handoff names impossible sizes, tp {tp_size} and pp {pp_size}")
+        if isinstance(channel.state, Away) or _other(channel, engine_id) is not None:
+            await self.prober.refresh(channel, self._live_timeout_seconds)
+        if (other := _other(channel, engine_id)) is not None:
+            return other
+        if isinstance(channel.state, Known):
+            named = Ranks(pp_size, tp_size)
+            self.prober.learn(channel, named)
+            known = channel.engine.ranks if channel.engine is not None else None
+            if known is not None and known != named:
+                return _sizes(
+                    f"the handoff names tp {tp_size}, pp {pp_size}; this engine has tp {known.tp}, pp {known.pp}"
+                )
+        return self._where(channel) if isinstance(channel.state, Known) else channel.state
+
+    async def close(self) -> None:
+        """End all of it. Nothing waits for the network."""
+        for endpoint in list(self._relays):
+            self.remove(endpoint)
+        await self.prober.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _where(self, channel: Channel) -> Address | Away:
+        if not self._relayed:
+            return Address(*channel.endpoint)
+        front = self._relays.get(channel.endpoint)
+        return Address(*front.address) if front is not None else _NO_RELAY
+
+    def _listen(self, channel: Channel) -> relay.Relay:
+        taken = {front.address[0] for front in self._relays.values()}
+        sock = relay.bind(str(channel.endpoint), taken, self._network, self._port)
+        return relay.Relay(channel, sock, on_outcome=self._count, live_timeout_seconds=self._live_timeout_seconds)
+
+    def _count(self, outcome: relay.Outcome, seconds: float) -> None:
+        self.handshakes[outcome] += 1
+        self._on_handshake(outcome, seconds)
+
+
+def _other(channel: Channel, engine_id: str) -> Incompatible | None:
+    return check_engine_id(channel.engine.description, engine_id) if channel.engine is not None else None
+
+
+def _sizes(cause: str) -> Incompatible:
+    return Incompatible("tp_size", cause, "check what answers on the prefill endpoint")
