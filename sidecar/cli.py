@@ -1,5 +1,294 @@
-"""Flags -> settings -> the parts, put together."""
+"""Flags -> settings -> the parts, put together. The only file that knows every room."""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+import aiohttp
+import uvloop
+import yaml
+from aiohttp import web
+
+from sidecar import __version__, config, log
+from sidecar.admin.app import application
+from sidecar.admin.health import Health
+from sidecar.admin.observer import Observer
+from sidecar.admin.switch import File, Switch
+from sidecar.background import Background
+from sidecar.connectors import CONNECTORS
+from sidecar.connectors.connector import Handoff
+from sidecar.decision.guards import Mode
+from sidecar.edge.engine import EnginePool
+from sidecar.edge.server import Server
+from sidecar.edge.service import Live, Service
+from sidecar.exchange.budget import Budget
+from sidecar.prefill.address import Address, AllowList, parse
+from sidecar.prefill.endpoints import Endpoint, Endpoints
+from sidecar.prefill.facts import FactsKeeper
+from sidecar.prefill.probe import EngineProbe
+from sidecar.prefill.watch import Watch
+
+_log = logging.getLogger("sidecar")
+
+ENGINE_CONNECT_TIMEOUT_S = 5.0
 
 
-def main() -> int:
-    return 0
+def main(argv: Sequence[str] | None = None) -> int:
+    """`pd-sidecar`; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="pd-sidecar", description="Prefill/decode routing sidecar for vLLM.")
+    parser.add_argument("--version", action="version", version=f"pd-sidecar {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    environment = "Every flag can also be set as PD_SIDECAR_<FLAG> in the environment or in the --config file."
+    for name, text in (
+        ("serve", "run the sidecar"),
+        ("check-config", "print the effective configuration, or one line for each mistake"),
+    ):
+        command = commands.add_parser(name, help=text, description=f"{text}. {environment}", add_help=False)
+        command.add_argument("-h", "--help", action="help", help="show this text")
+        config.add_flags(command)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] not in commands.choices or {"-h", "--help"} & set(argv[1:]):
+        parser.parse_args(argv)
+    command_name, flags = argv[0], argv[1:]
+    try:
+        settings, path = config.load(flags)
+    except config.BadSettings as error:
+        for mistake in error.mistakes:
+            print(f"pd-sidecar: {mistake}", file=sys.stderr)  # noqa: T201
+        return 2
+    if command_name == "check-config":
+        sys.stdout.write(yaml.safe_dump(config.shown(settings), sort_keys=False))
+        return 0
+    log.configure(settings.log_format, settings.log_level)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, path, flags))
+
+
+async def _serve(settings: config.Settings, path: object, flags: Sequence[str]) -> int:
+    sidecar = Sidecar(settings, flags)
+    try:
+        await sidecar.start()
+    except OSError as error:
+        _log.error("cannot start: %s", error.strerror or error)
+        await sidecar.close()
+        return 2
+    return await sidecar.run()
+
+
+class Sidecar:
+    """All the parts of one process."""
+
+    def __init__(self, settings: config.Settings, flags: Sequence[str]) -> None:
+        self.settings = settings
+        self._flags = flags
+        loop = self._loop = asyncio.get_running_loop()
+        self._live = Live(Mode(settings.disagg))
+        self._switch = Switch(self._live)
+        self._background = Background()
+        allow = AllowList(settings.prefill_allow)
+        self._endpoints = Endpoints([parse(text) for text in settings.prefill], allow, time.monotonic)
+        self._budget = Budget(settings.recompute_max_concurrent, settings.recompute_max_tokens)
+        self._observer = Observer(self._endpoints, self._budget)
+        self._prefill_pools: dict[Address, EnginePool] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._uds_session: aiohttp.ClientSession | None = None
+        self._servers: list[Server] = []
+        self._admin: web.AppRunner | None = None
+        self._stop: asyncio.Future[int] = loop.create_future()
+        self._stopping = False
+
+    # -- start ---------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises `OSError` if a port cannot be had."""
+        settings = self.settings
+        _raise_descriptor_limit()
+        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        health = Health(self._live, [self._engine_probe(rank) for rank in range(settings.data_parallel_size)])
+        app = application(settings, self._observer, self._switch, health)
+        self._admin = web.AppRunner(app, access_log=None)
+        await self._admin.setup()
+        await self._listen_admin(self._admin)
+        facts = FactsKeeper(self._background, self._prefill_probe, self._loop.time)
+        watch = Watch(self._background, self._prefill_alive, settings.pull_timeout, self._loop.time)
+        for rank in range(settings.data_parallel_size):
+            await self._listen(rank, facts, watch)
+        for endpoint in self._endpoints:
+            facts.want(endpoint)
+        self._background.start("health of the decode engine", health.run())
+        self._background.start("sweep of prefill connections", self._sweep_pools())
+        self._handle_signals()
+        self._say_start()
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked through again
+
+    async def _listen(self, rank: int, facts: FactsKeeper, watch: Watch) -> None:
+        settings = self.settings
+        service = Service(
+            loop=self._loop,
+            settings=settings,
+            live=self._live,
+            connector=CONNECTORS[settings.kv_connector],
+            endpoints=self._endpoints,
+            budget=self._budget,
+            engine=EnginePool(
+                self._loop,
+                settings.model_server_host,
+                settings.model_server_port + rank,
+                uds=settings.model_server_uds,
+                connect_timeout_s=ENGINE_CONNECT_TIMEOUT_S,
+                idle_timeout_s=settings.engine_idle_timeout,
+            ),
+            prefill_pool=self._prefill_pool,
+            observer=self._observer,
+            watch=watch,
+            facts=facts,
+        )
+        server = Server(service, settings.host, settings.port + rank)
+        self._servers.append(server)
+        try:
+            await server.listen()
+        except OSError as error:
+            raise OSError(error.errno, f"port {settings.port + rank}: {error.strerror or error}") from None
+
+    async def _listen_admin(self, runner: web.AppRunner) -> None:
+        settings = self.settings
+        try:
+            await web.TCPSite(runner, settings.metrics_host or None, settings.metrics_port).start()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"--metrics-port {settings.metrics_port}: {error.strerror or error}"
+            ) from None
+
+    def _say_start(self) -> None:
+        settings = self.settings
+        engine = settings.model_server_uds or f"{settings.model_server_host}:{settings.model_server_port}"
+        _log.info(
+            "pd-sidecar %s: clients on %s, decode engine at %s, admin on %s, disagg %s, connector %s, %d prefill",
+            __version__,
+            settings.port,
+            engine,
+            settings.metrics_port,
+            settings.disagg,
+            settings.kv_connector,
+            len(settings.prefill),
+        )
+        if not settings.prefill_allow:
+            targets = "only --prefill endpoints" if settings.prefill else "no endpoint at all"
+            _log.info(
+                "x-prefiller-host-port may name %s (others get 403); add --prefill-allow CIDR for more", targets
+            )
+
+    def _handle_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._stop_wanted)
+        reading = config.load(self._flags)[1]
+        if reading is None:
+            self._loop.add_signal_handler(signal.SIGHUP, lambda: _log.info("SIGHUP: there is no --config file"))
+            return
+        file = File(reading, lambda: config.load(self._flags)[0], self.settings, self._switch)
+        self._loop.add_signal_handler(signal.SIGHUP, lambda: file.reload("SIGHUP"))
+        self._background.start("watch over the --config file", file.watch())
+
+    # -- the parts that others ask for -----------------------------------------------------------------------
+
+    def _prefill_pool(self, endpoint: Endpoint) -> EnginePool:
+        address = endpoint.address
+        pool = self._prefill_pools.get(address)
+        if pool is None:
+            pool = self._prefill_pools[address] = EnginePool(
+                self._loop,
+                address.host,
+                address.port,
+                connect_timeout_s=self.settings.prefill_connect_timeout,
+                idle_timeout_s=self.settings.engine_idle_timeout,
+            )
+        return pool
+
+    async def _sweep_pools(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            now = self._loop.time()
+            known = {endpoint.address for endpoint in self._endpoints}
+            for address, pool in list(self._prefill_pools.items()):
+                pool.sweep(now)
+                if address not in known and pool.is_empty:
+                    del self._prefill_pools[address]
+
+    def _engine_probe(self, rank: int) -> EngineProbe:
+        settings = self.settings
+        assert self._session is not None
+        if settings.model_server_uds:
+            connector = aiohttp.UnixConnector(settings.model_server_uds)
+            self._uds_session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+            return EngineProbe(self._uds_session, "http://localhost")
+        host = settings.model_server_host
+        bracketed = f"[{host}]" if ":" in host else host
+        return EngineProbe(self._session, f"http://{bracketed}:{settings.model_server_port + rank}")
+
+    def _prefill_probe(self, endpoint: Endpoint) -> EngineProbe:
+        assert self._session is not None
+        return EngineProbe(self._session, f"http://{endpoint.label}")
+
+    async def _prefill_alive(self, endpoint: Endpoint, handoff: Handoff, timeout_s: float) -> str:
+        return await self._prefill_probe(endpoint).healthy(timeout_s)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _stop_wanted(self) -> None:
+        if self._stopping:
+            _log.warning("second signal: ending at once")
+            if not self._stop.done():
+                self._stop.set_result(0)
+            return
+        self._stopping = True
+        self._live.draining = True
+        self._background.start("drain", self._drain())
+
+    async def _drain(self) -> None:
+        open_now = sum(server.open_connections for server in self._servers)
+        _log.info("draining: %d client connections, up to %g s", open_now, self.settings.drain_timeout)
+        cut = sum(await asyncio.gather(*[server.drain(self.settings.drain_timeout) for server in self._servers]))
+        if cut:
+            _log.warning("drain timeout: %d connections cut off", cut)
+        if not self._stop.done():
+            self._stop.set_result(0)
+
+    async def run(self) -> int:
+        """Until a signal; returns the exit code."""
+        try:
+            return await self._stop
+        finally:
+            await self.close()
+            _log.info("ended")
+
+    async def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for pool in self._prefill_pools.values():
+            pool.close()
+        await self._background.close()
+        if self._admin is not None:
+            await self._admin.cleanup()
+        for session in (self._session, self._uds_session):
+            if session is not None:
+                with contextlib.suppress(Exception):
+                    await session.close()
+
+
+def _raise_descriptor_limit() -> None:
+    """Every stream needs two descriptors; the soft limit of a container is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+__all__ = ["Sidecar", "main"]

@@ -1,0 +1,1 @@
+"""Local or remote: the guards, in order. Later rules (cost, cached prefix) join them here."""

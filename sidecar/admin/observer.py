@@ -1,0 +1,233 @@
+"""Hears of every step of every request once, and makes metrics, log lines and `/decisions` from it.
+
+One place for all three, so that they cannot disagree. Nothing that a client sent gets here but the request id,
+which has a fixed alphabet; prompts and keys never do.
+"""
+
+import logging
+import platform
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from sidecar import __version__
+from sidecar.admin.metrics import Collection, Counter, Gauge, Histogram
+from sidecar.decision.guards import Decision, Kind
+from sidecar.edge.service import Times
+from sidecar.exchange.budget import Budget
+from sidecar.exchange.failures import Row, Stage
+from sidecar.exchange.life import Exchange
+from sidecar.log import Limited
+from sidecar.prefill.breaker import State
+from sidecar.prefill.endpoints import Endpoint, Endpoints
+
+DECISIONS_KEPT = 256
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5)
+
+_log = logging.getLogger("sidecar")
+
+
+_Finished = tuple[float, str, Exchange, int, Times, bytes, bool]
+"""Kept as it is and only written out when asked for: most are never looked at."""
+
+
+class Observer:
+    """The observer of one process, shared by all its ranks."""
+
+    def __init__(self, endpoints: Endpoints, budget: Budget) -> None:
+        self._endpoints = endpoints
+        self._budget = budget
+        self._limited = Limited(_log)
+        self._recent: deque[_Finished] = deque(maxlen=DECISIONS_KEPT)
+        self.in_flight = {"prefill": 0, "decode": 0, "release": 0}
+        self._breakers: dict[str, State] = {}
+        self._was_effective = True
+
+        self.requests: Counter[tuple[str, str, str, str]] = Counter(
+            "requests",
+            "Requests by API, decision, its reason and the status sent",
+            ("api", "decision", "reason", "status"),
+        )
+        self.attempts: Counter[tuple[str]] = Counter("prefill_attempts", "Prefill legs by outcome", ("outcome",))
+        self.fallbacks: Counter[tuple[str, str]] = Counter(
+            "fallbacks", "Remote prefills that ended as a local recompute", ("stage", "reason")
+        )
+        self.handoffs: Counter[tuple[str]] = Counter("handoffs", "Handoffs by what became of them", ("outcome",))
+        self.ttft: Histogram[tuple[str]] = Histogram(
+            "ttft_seconds",
+            "From the complete request to the first byte of a 200 answer's body",
+            ("decision",),
+            _SECONDS,
+        )
+        self.prefill_time: Histogram[tuple[()]] = Histogram(
+            "prefill_seconds", "From the prefill leg's start to its whole answer", (), _SECONDS
+        )
+        self.decode_time: Histogram[tuple[()]] = Histogram(
+            "decode_first_byte_seconds", "From the decode leg's start to the first byte to the client", (), _SECONDS
+        )
+        self.overhead: Histogram[tuple[()]] = Histogram(
+            "overhead_seconds", "Time to first byte less what the engines took", (), _OVERHEAD_SECONDS
+        )
+        self.decision_time: Histogram[tuple[()]] = Histogram(
+            "decision_seconds", "From the complete request to the decision", (), _OVERHEAD_SECONDS
+        )
+        self.collection = Collection(
+            (
+                self.requests,
+                self.attempts,
+                self.fallbacks,
+                self.handoffs,
+                self.ttft,
+                self.prefill_time,
+                self.decode_time,
+                self.overhead,
+                self.decision_time,
+                Gauge(
+                    "inflight", "Open legs", ("leg",), lambda: [((leg,), n) for leg, n in self.in_flight.items()]
+                ),
+                Gauge("recompute_inflight", "Recomputes that hold budget", (), lambda: [((), budget.in_flight)]),
+                Gauge("breaker_state", "0 closed, 1 half open, 2 open", ("prefill",), self._read_breakers),
+                Gauge(
+                    "effective",
+                    "0 when remote prefills are paid for and bring no KV",
+                    (),
+                    lambda: [((), float(endpoints.effective))],
+                ),
+                Gauge(
+                    "build_info",
+                    "Always 1",
+                    ("version", "python"),
+                    lambda: [((__version__, platform.python_version()), 1.0)],
+                ),
+            )
+        )
+
+    def _read_breakers(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        return [((endpoint.label,), float(endpoint.breaker.state)) for endpoint in self._endpoints]
+
+    # -- sidecar.edge.service.Observer --
+
+    def decided(self, decision: Decision, elapsed_s: float) -> None:
+        self.decision_time.observe((), elapsed_s)
+
+    def prefill_attempt(self, outcome: str) -> None:
+        self.attempts.add((outcome,))
+
+    def leg_started(self, leg: str) -> None:
+        self.in_flight[leg] += 1
+
+    def leg_ended(self, leg: str) -> None:
+        self.in_flight[leg] -= 1
+
+    def refused(self, row: Row) -> None:
+        self.requests.add(("none", Kind.REFUSED.value, row.reason, str(row.status)))
+
+    def engine_gone(self, fault: str, detail: str) -> None:
+        self._limited.warning(f"engine {fault}", "decode engine: no connection (%s)", detail)
+
+    def finished(
+        self, api: str, exchange: Exchange, status: int, times: Times, request_id: bytes, client_left: bool
+    ) -> None:
+        what = exchange.what.value
+        self.requests.add((api, what, exchange.reason, str(status) if status else "none"))
+        if exchange.handoff_outcome:
+            self.handoffs.add((exchange.handoff_outcome,))
+        self._time(what, status, times)
+        if api != "other":
+            self._recent.append((time.time(), api, exchange, status, times, request_id, client_left))
+        if exchange.faults:
+            self._tell_faults(exchange)
+        if exchange.prefill_endpoint is not None:
+            self._tell_changes(exchange.prefill_endpoint)
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """The last decisions, newest first."""
+        return [_decision_record(*finished) for finished in reversed(self._recent)]
+
+    def _time(self, what: str, status: int, times: Times) -> None:
+        if times.prefill_done:
+            self.prefill_time.observe((), times.prefill_done - times.prefill_sent)
+        if not times.first_byte or status != 200:
+            return
+        ttft = times.first_byte - times.complete
+        self.ttft.observe((what,), ttft)
+        decode = times.first_byte - times.decode_sent
+        self.decode_time.observe((), decode)
+        prefill = times.prefill_done - times.prefill_sent if times.prefill_done else 0.0
+        self.overhead.observe((), max(0.0, ttft - decode - prefill))
+
+    def _tell_faults(self, exchange: Exchange) -> None:
+        for fault in exchange.faults:
+            if fault.row.fault == "client_left" or fault.row.stage is Stage.READING:
+                continue
+            self._limited.warning(
+                f"{fault.row.reason} {fault.endpoint}",
+                "%s: prefill=%s: %s%s",
+                fault.row.reason,
+                fault.endpoint or "none",
+                fault.row.message,
+                f" ({fault.detail})" if fault.detail else "",
+            )
+        if exchange.what is Kind.RECOMPUTE:
+            row = exchange.faults[-1].row
+            self.fallbacks.add((str(row.stage), row.fault))
+
+    def _tell_changes(self, endpoint: Endpoint) -> None:
+        state = endpoint.breaker.state
+        was = self._breakers.get(endpoint.label, State.CLOSED)
+        if state is not was:
+            if state is State.CLOSED:
+                self._breakers.pop(endpoint.label, None)
+            elif len(self._breakers) < 4096:
+                self._breakers[endpoint.label] = state
+            level = logging.WARNING if state is State.OPEN else logging.INFO
+            _log.log(level, "prefill endpoint %s: breaker %s", endpoint.label, state.name.lower().replace("_", " "))
+        if self._endpoints.effective is not self._was_effective:
+            self._was_effective = self._endpoints.effective
+            if self._was_effective:
+                _log.info("remote prefill is effective again")
+            else:
+                _log.error(
+                    "remote prefills are paid for and bring no KV: check the prefill engines' --kv-transfer-config"
+                )
+
+
+def _decision_record(
+    at: float, api: str, exchange: Exchange, status: int, times: Times, request_id: bytes, client_left: bool
+) -> dict[str, Any]:
+    """What `/decisions` shows: inputs and reason, no prompt."""
+    decision = exchange.decision
+    record: dict[str, Any] = {
+        "time": at,
+        "request_id": request_id.decode("ascii", "replace"),
+        "api": api,
+        "decided": decision.kind.value,
+        "decided_reason": decision.reason,
+        "decision": exchange.what.value,
+        "reason": exchange.reason,
+        "estimated_prompt_tokens": decision.estimated_tokens,
+        "status": status,
+        "client_left": client_left,
+        "seconds": round(times.end - times.complete, 6),
+    }
+    if decision.detail:
+        record["detail"] = decision.detail
+    if decision.candidates:
+        record["candidates"] = [endpoint.label for endpoint in decision.candidates[:16]]
+    if exchange.prefill_endpoint is not None:
+        record["prefill"] = exchange.prefill_endpoint.label
+    if exchange.handoff_outcome:
+        record["handoff"] = exchange.handoff_outcome
+    if times.prefill_done:
+        record["prefill_seconds"] = round(times.prefill_done - times.prefill_sent, 6)
+    if times.first_byte:
+        record["ttft_seconds"] = round(times.first_byte - times.complete, 6)
+    if exchange.faults:
+        record["faults"] = [
+            {"reason": fault.row.reason, "prefill": fault.endpoint, "detail": fault.detail}
+            for fault in exchange.faults
+        ]
+    return record

@@ -1,0 +1,314 @@
+"""Settings: flags over environment over file over defaults, typed, checked, and described once.
+
+`Settings` is the only list of flags: the command line, the environment, the file, the JSON schema, `/config` and
+the README's table are made from it. Knows what a setting means, not what is done with it.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from sidecar.connectors import CONNECTORS
+from sidecar.prefill.address import AllowList, BadAddress, parse
+
+ENV_PREFIX = "PD_SIDECAR_"
+
+
+def _m(description: str, **bounds: Any) -> Meta:
+    return Meta(description=description, **bounds)
+
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
+    """What `serve` is told. Times are seconds, sizes bytes."""
+
+    host: Annotated[str, _m("address to listen on; empty: every one, IPv4 and IPv6")] = ""
+    port: Annotated[int, _m("where clients come in; rank r listens on port + r", ge=1, le=65535)] = 8000
+    model_server_host: Annotated[str, _m("host of the local decode engine", min_length=1)] = "127.0.0.1"
+    model_server_port: Annotated[
+        int, _m("port of the local decode engine; rank r on port + r (alias --vllm-port)", ge=1, le=65535)
+    ] = 8200
+    model_server_uds: Annotated[str, _m("Unix socket of the local decode engine, in place of host and port")] = ""
+    data_parallel_size: Annotated[int, _m("local decode ranks", ge=1, le=256)] = 1
+    metrics_host: Annotated[str, _m("address of the admin port; empty: every one")] = ""
+    metrics_port: Annotated[
+        int, _m("admin port: /metrics /livez /readyz /startupz /config /decisions /disagg", ge=1, le=65535)
+    ] = 9090
+    disagg: Annotated[
+        Literal["off", "on", "auto"],
+        _m("off: pass through; on: remote whenever possible; auto: the decision rules choose. Hot-reloaded"),
+    ] = "auto"
+    kv_connector: Annotated[str, _m("how the engines move KV: nixlv2 or none")] = "nixlv2"
+    prefill: Annotated[list[str], _m("static prefill endpoint HOST:PORT (repeatable)")] = []
+    prefill_allow: Annotated[
+        list[str],
+        _m("targets that x-prefiller-host-port may name besides: CIDR, HOST:PORT or any (repeatable)"),
+    ] = []
+    min_remote_tokens: Annotated[
+        int, _m("auto: prompts of fewer tokens stay local; 0: every prompt may go remote", ge=0)
+    ] = 256
+    on_prefill_failure: Annotated[
+        Literal["recompute", "fail"], _m("what follows a failed remote prefill: local recompute, or an error")
+    ] = "recompute"
+    recompute_max_concurrent: Annotated[
+        int, _m("failed prefills recomputed locally at once; beyond it 503 with Retry-After", ge=0)
+    ] = 4
+    recompute_max_tokens: Annotated[int, _m("their prompt tokens at once; 0: no limit", ge=0)] = 0
+    prefill_attempts: Annotated[int, _m("prefill endpoints tried for one request", ge=1, le=16)] = 2
+    prefill_connect_timeout: Annotated[float, _m("seconds to connect to a prefill endpoint", gt=0, le=600)] = 1.0
+    prefill_timeout: Annotated[float, _m("seconds for the whole prefill stage", gt=0, le=86400)] = 120.0
+    pull_timeout: Annotated[
+        float,
+        _m("seconds that decode may wait for KV while the prefill peer answers no probe", gt=0, le=86400),
+    ] = 10.0
+    kv_lease: Annotated[
+        float,
+        _m("seconds that prefill engines hold blocks (their kv_lease_duration); older handoffs are dropped", gt=1),
+    ] = 30.0
+    max_body_bytes: Annotated[
+        int, _m("larger requests get 413; prefill answers have the same bound", ge=1024, le=2**40)
+    ] = 64 << 20
+    drain_timeout: Annotated[float, _m("seconds that open answers get after SIGTERM", ge=0, le=86400)] = 60.0
+    client_head_timeout: Annotated[float, _m("seconds that a request head may take", gt=0, le=86400)] = 30.0
+    client_body_timeout: Annotated[
+        float, _m("seconds without progress that a request body may take", gt=0, le=86400)
+    ] = 30.0
+    client_idle_timeout: Annotated[
+        float, _m("seconds that an idle client connection is kept; longer than the gateway's", gt=0, le=86400)
+    ] = 660.0
+    engine_idle_timeout: Annotated[
+        float, _m("seconds that an idle engine connection is kept; shorter than the engine's", gt=0, le=86400)
+    ] = 4.0
+    decision_header: Annotated[Literal["on", "off"], _m("write x-pd-decision to the client")] = "on"
+    log_format: Annotated[Literal["text", "json"], _m("log lines as text or JSON")] = "text"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _m("least level that is logged")] = "info"
+
+    @property
+    def handoff_max_age(self) -> float:
+        """Seconds after which a handoff is no longer used: the lease less what its journey may still take. The
+        decode engine does not notice that it reads blocks that hold another prompt by now."""
+        return self.kv_lease - min(5.0, self.kv_lease / 3)
+
+
+ALIASES = {"vllm-port": "model-server-port"}
+SECRET = re.compile(r"(token|secret|password|key)$")
+
+
+class BadSettings(Exception):
+    """One line per mistake."""
+
+    def __init__(self, mistakes: list[str]) -> None:
+        super().__init__("\n".join(mistakes))
+        self.mistakes = mistakes
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One setting as flags, environment and documentation see it."""
+
+    name: str
+    """Kebab case: `--name`, the key in the file, `PD_SIDECAR_` + upper case."""
+    type: Any
+    default: Any
+    description: str
+    choices: tuple[str, ...]
+    is_list: bool
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper().replace("-", "_")
+
+
+def _field(info: msgspec.structs.FieldInfo) -> Field:
+    annotated = get_type_hints(Settings, include_extras=True)[info.name]
+    base, meta = get_args(annotated)
+    default = info.default if info.default is not msgspec.NODEFAULT else info.default_factory()
+    choices = get_args(base) if get_origin(base) is Literal else ()
+    return Field(info.encode_name, annotated, default, meta.description, choices, get_origin(base) is list)
+
+
+FIELDS: tuple[Field, ...] = tuple(map(_field, msgspec.structs.fields(Settings)))
+_BY_NAME = {field.name: field for field in FIELDS}
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise BadSettings([message])
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """All settings as flags; values stay text, `load` types them."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these settings (key = flag name)")
+    for field in FIELDS:
+        names = [f"--{field.name}", *(f"--{alias}" for alias, name in ALIASES.items() if name == field.name)]
+        default = " ".join(field.default) if field.is_list else field.default
+        parser.add_argument(
+            *names,
+            dest=field.name,
+            action="append" if field.is_list else "store",
+            metavar="|".join(field.choices) or field.name.rsplit("-", 1)[-1].upper(),
+            help=f"{field.description} (default: {default if default != '' else 'none'})".replace("%", "%%"),
+        )
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[Settings, Path | None]:
+    """The effective settings and the file they were partly read from. Raises `BadSettings`."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    flags = vars(parser.parse_args(list(argv)))
+    file_name = flags.pop("config") or environ.get(ENV_PREFIX + "CONFIG")
+    path = Path(file_name) if file_name else None
+    mistakes: list[str] = []
+    merged = _from_file(path, mistakes) if path else {}
+    merged |= _from_environ(environ, mistakes)
+    merged |= {name: ("flag --" + name, value) for name, value in flags.items() if value is not None}
+    settings = _typed(merged, mistakes)
+    if settings is None or mistakes:
+        raise BadSettings(mistakes)
+    return settings, path
+
+
+_Given = dict[str, tuple[str, Any]]
+"""Setting → (where it was given, its untyped value)."""
+
+
+def _from_file(path: Path, mistakes: list[str]) -> _Given:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        mistakes.append(f"file {path}: {getattr(error, 'strerror', None) or error}")
+        return {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        mistakes.append(f"file {path}{where}: not valid YAML: {getattr(error, 'problem', error)}")
+        return {}
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        mistakes.append(f"file {path}: must hold settings as KEY: VALUE")
+        return {}
+    given: _Given = {}
+    for key, value in content.items():
+        name = ALIASES.get(str(key), str(key))
+        if name not in _BY_NAME:
+            mistakes.append(f"file {path}: unknown setting {str(key)!r}{_meant(name)}")
+            continue
+        if isinstance(value, bool) and _BY_NAME[name].choices:
+            value = "on" if value else "off"  # YAML 1.1 reads a bare on/off as a truth value
+        given[name] = (f"file {path}: {name}", value)
+    return given
+
+
+_SERVICE_LINK = re.compile(r".*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
+_SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
+"""Kubernetes sets variables for every Service of the namespace; one that is called pd-sidecar brings
+PD_SIDECAR_PORT=tcp://..., which is not meant for us."""
+
+
+def _from_environ(environ: Mapping[str, str], mistakes: list[str]) -> _Given:
+    given: _Given = {}
+    by_env = {field.env: field for field in FIELDS}
+    by_env |= {ENV_PREFIX + alias.upper().replace("-", "_"): _BY_NAME[name] for alias, name in ALIASES.items()}
+    for variable, value in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable == ENV_PREFIX + "CONFIG":
+            continue
+        field = by_env.get(variable)
+        if _SERVICE_LINK.fullmatch(variable) and (field is None or _SERVICE_LINK_VALUE.match(value)):
+            continue
+        if field is None:
+            mistakes.append(f"environment {variable}: unknown setting{_meant(variable[len(ENV_PREFIX) :])}")
+            continue
+        typed: Any = [part for part in re.split(r"[,\s]+", value) if part] if field.is_list else value
+        given[field.name] = (f"environment {variable}", typed)
+    return given
+
+
+def _meant(name: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name.lower().replace("_", "-"), _BY_NAME, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _typed(given: _Given, mistakes: list[str]) -> Settings | None:
+    values: dict[str, Any] = {}
+    for name, (where, value) in given.items():
+        field = _BY_NAME[name]
+        try:
+            values[name] = msgspec.convert(value, field.type, strict=False)
+        except msgspec.ValidationError as error:
+            shown = "its value" if SECRET.search(name) else repr(value)
+            mistakes.append(f"{where}: {shown} is not possible: {str(error).splitlines()[0]}")
+            continue
+        mistakes += [f"{where}: {problem}" for problem in _problems(name, values[name])]
+    settings = msgspec.convert(values, Settings) if not mistakes else None
+    if settings is not None:
+        mistakes += _conflicts(settings)
+    return settings
+
+
+def _problems(name: str, value: Any) -> list[str]:
+    """What the type alone cannot say."""
+    if name == "kv-connector" and value not in CONNECTORS:
+        return [f"{value!r} is no KV connector; there are {', '.join(sorted(CONNECTORS))}"]
+    checks: dict[str, Callable[[str], object]] = {
+        "prefill": parse,
+        "prefill-allow": lambda entry: AllowList([entry]),
+    }
+    problems = []
+    for entry in value if name in checks else ():
+        try:
+            checks[name](entry)
+        except BadAddress as error:
+            problems.append(str(error))
+    return problems
+
+
+def _conflicts(settings: Settings) -> list[str]:
+    size = settings.data_parallel_size
+    serving = range(settings.port, settings.port + size)
+    engines = range(settings.model_server_port, settings.model_server_port + size)
+    mistakes = []
+    if serving.stop > 65536 or engines.stop > 65536:
+        mistakes.append(f"--data-parallel-size {size} needs ports beyond 65535")
+    if settings.metrics_port in serving:
+        mistakes.append(f"--metrics-port {settings.metrics_port} is also a serving port; choose another")
+    local = settings.model_server_host in ("127.0.0.1", "localhost", "::1")
+    if local and not settings.model_server_uds and set(serving) & set(engines):
+        mistakes.append(f"--port {settings.port} and --model-server-port overlap: the sidecar would call itself")
+    if settings.model_server_uds and size > 1:
+        mistakes.append("--model-server-uds serves one rank; with --data-parallel-size use ports")
+    return mistakes
+
+
+def shown(settings: Settings) -> dict[str, Any]:
+    """The effective settings, secrets hidden."""
+    values: dict[str, Any] = msgspec.to_builtins(settings)
+    return {name: "<hidden>" if SECRET.search(name) and value else value for name, value in values.items()}
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of the file."""
+    return msgspec.json.schema(Settings)
+
+
+def markdown() -> str:
+    """The settings as a table."""
+    lines = ["| flag | default | meaning |", "|---|---|---|"]
+    for field in FIELDS:
+        default = ", ".join(field.default) if field.is_list else field.default
+        lines.append(f"| `--{field.name}` | {default if default != '' else 'none'} | {field.description} |")
+    return "\n".join(lines).replace("| off: pass", "| off: pass") + "\n"

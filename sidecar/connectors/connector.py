@@ -1,0 +1,108 @@
+"""What a KV connector is, and the handoff that passes through it. Knows no connector by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What is known of an engine's KV cache, from its metrics or its NIXL metadata; 0 means unknown."""
+
+    block_size: int = 0
+    """Tokens per block."""
+    num_blocks: int = 0
+    engine_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The prefill endpoint that an answer came from, as far as a handoff must agree with it."""
+
+    hosts: frozenset[str]
+    """The endpoint's host as configured and the IP address that really answered, canonical."""
+    facts: EngineFacts = field(default_factory=EngineFacts)
+    fallback_block_size: int = 0
+    """The local engine's block size: pairs that differ are rare, and a guess is better than none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """A checked handoff. Single use: once a decode leg carried it, it is dead.
+
+    `params` are the prefill engine's bytes, unchanged.
+    """
+
+    params: bytes
+    prompt_tokens: int
+    engine_id: str = ""
+    host: str = ""
+    port: int = 0
+    tp_size: int = 1
+    pp_size: int = 1
+    empty: bool = False
+    """The prompt fits into no whole block: there is nothing to pull, and asking for it kills the engine."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the prefill engine took from its cache, if the decode engine will not say so itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Why a prefill answer's handoff is not passed on. `fault` is one of the failure table's at stage handoff."""
+
+    fault: str
+    detail: str
+
+
+class PrefillUsage(msgspec.Struct, frozen=True):
+    """Token counts of a prefill answer, over all APIs."""
+
+    prompt_tokens: int = 0
+    input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    prompt_tokens_details: dict[str, msgspec.Raw] | None = None
+    input_tokens_details: dict[str, msgspec.Raw] | None = None
+
+    @property
+    def total(self) -> int:
+        """Prompt tokens; /v1/messages counts cached ones apart (anthropic/serving.py of vLLM 0.32)."""
+        if self.prompt_tokens:
+            return self.prompt_tokens
+        return self.input_tokens + self.cache_read_input_tokens + self.cache_creation_input_tokens
+
+    @property
+    def cached(self) -> int | None:
+        """Prompt tokens from the prefill engine's cache, or None if the answer does not say."""
+        details = self.prompt_tokens_details or self.input_tokens_details
+        raw = details.get("cached_tokens") if details else None
+        if raw is None:
+            return self.cache_read_input_tokens or None
+        try:
+            return msgspec.json.decode(raw, type=int)
+        except msgspec.MsgspecError:
+            return None
+
+
+class PrefillAnswer(msgspec.Struct, frozen=True):
+    """The part of a prefill answer that we read."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+    """Empty if the answer holds none (a `Raw | None` would not stay raw)."""
+    usage: PrefillUsage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """A KV connector: data and three functions."""
+
+    name: str
+    splits: bool
+    """False: no request is ever split."""
+    prefill_params: bytes
+    """JSON for `kv_transfer_params` of the prefill leg."""
+    read: Callable[[PrefillAnswer, Source], "Handoff | Rejection"]
+    """The handoff of a prefill answer, checked against where it came from. No I/O; at most microseconds."""
+    decode_params: Callable[[Handoff], bytes]
+    """JSON for `kv_transfer_params` of the decode leg."""

@@ -1,0 +1,120 @@
+"""NIXL pull: the decode engine reads the blocks that the prefill engine holds for it.
+
+The schema is as strict as the engine is careless: vLLM 0.32 checks nothing of `kv_transfer_params`, and a
+missing key hangs the request, a wrong one kills the process or reads another prompt's blocks
+(kv_connector/v1/nixl/pull_scheduler.py, base_worker.py). Fields that the engine does not read pass untouched.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from sidecar.connectors.connector import Connector, Handoff, PrefillAnswer, Rejection, Source
+
+_Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[^,\s\x00-\x1f]+$")]
+"""The engines join request ids with commas in their heartbeats (pull_worker.py), so an id must hold none."""
+_Size = Annotated[int, Meta(ge=1, le=4096)]
+_Block = Annotated[int, Meta(ge=0, lt=2**31)]
+
+MAX_GROUPS = 64
+MAX_BLOCKS = 1 << 20
+
+
+class _Params(msgspec.Struct, frozen=True):
+    do_remote_prefill: bool
+    remote_engine_id: _Name
+    remote_request_id: _Name
+    remote_host: _Name
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    remote_block_ids: Annotated[
+        list[Annotated[list[_Block], Meta(max_length=MAX_BLOCKS)]], Meta(max_length=MAX_GROUPS)
+    ]
+    do_remote_decode: bool = False
+    tp_size: _Size = 1
+    pp_size: _Size = 1
+    dcp_size: _Size = 1
+    remote_num_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    remote_prefill_cached_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    remote_blocks_expiry_time: float | None = None
+    transfer_mode: str | None = None
+
+
+_decode = msgspec.json.Decoder(_Params).decode
+
+
+def _read(answer: PrefillAnswer, source: Source) -> Handoff | Rejection:
+    raw = answer.kv_transfer_params
+    if bytes(raw) in (b"", b"null"):
+        return Rejection("missing", "no kv_transfer_params in the prefill answer")
+    try:
+        params = _decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        return Rejection("invalid", f"kv_transfer_params: {_without_values(error)}")
+    if not params.do_remote_prefill or params.do_remote_decode:
+        return Rejection("invalid", "kv_transfer_params: not a handoff for a decode engine")
+    if params.transfer_mode not in (None, "pull"):
+        return Rejection("invalid", "kv_transfer_params: transfer_mode is not pull; use --kv-connector nixl-push")
+    if params.remote_host not in source.hosts:
+        return Rejection("wrong_host", f"remote_host is {params.remote_host!r}, the endpoint is {_known(source)}")
+    prompt_tokens = answer.usage.total if answer.usage else 0
+    if prompt_tokens <= 0:
+        return Rejection("invalid", "the prefill answer does not say how many prompt tokens it had")
+    cached = answer.usage.cached if answer.usage and params.remote_prefill_cached_tokens is None else None
+    empty = not any(params.remote_block_ids)
+    if not empty and (rejection := _blocks_fit(params, prompt_tokens, source)):
+        return rejection
+    return Handoff(
+        params=bytes(raw),
+        prompt_tokens=prompt_tokens,
+        engine_id=params.remote_engine_id,
+        host=params.remote_host,
+        port=params.remote_port,
+        tp_size=params.tp_size,
+        pp_size=params.pp_size,
+        empty=empty,
+        cached_tokens=cached,
+    )
+
+
+def _blocks_fit(params: _Params, prompt_tokens: int, source: Source) -> Rejection | None:
+    """Too few blocks kill the engine (base_worker.py), too many make it read the wrong ones."""
+    block_size = source.facts.block_size or source.fallback_block_size
+    if not block_size:
+        return Rejection("unverifiable", "block size unknown")
+    needed = -(-prompt_tokens // block_size)
+    # Only groups with full attention hold a block for every part of the prompt; sliding windows hold fewer.
+    longest = max(map(len, params.remote_block_ids))
+    # One more: the token that the prefill leg generated may have opened a new block.
+    if not needed <= longest <= needed + 1:
+        return Rejection(
+            "invalid", f"{longest} blocks of {block_size} tokens do not fit {prompt_tokens} prompt tokens"
+        )
+    limit = source.facts.num_blocks
+    for group in params.remote_block_ids:
+        if limit and group and max(group) >= limit:
+            return Rejection("invalid", f"a block id is beyond the engine's {limit} blocks")
+        if len(set(group)) != len(group):
+            return Rejection("invalid", "a block id is named twice")
+    return None
+
+
+def _without_values(error: Exception) -> str:
+    """msgspec names types and paths, not values; the first line is all there is to say."""
+    return str(error).splitlines()[0][:200]
+
+
+def _known(source: Source) -> str:
+    return " or ".join(sorted(source.hosts))
+
+
+NIXLV2 = Connector(
+    name="nixlv2",
+    splits=True,
+    prefill_params=(
+        b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+        b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+    ),
+    read=_read,
+    decode_params=lambda handoff: handoff.params,
+)

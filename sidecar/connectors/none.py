@@ -1,0 +1,12 @@
+"""No KV connector: every request is decoded where it arrives."""
+
+from sidecar.connectors.connector import Connector, Handoff, PrefillAnswer, Rejection, Source
+
+
+def _read(_answer: PrefillAnswer, _source: Source) -> Handoff | Rejection:
+    return Rejection("missing", "--kv-connector none never prefills remotely")
+
+
+NONE = Connector(
+    name="none", splits=False, prefill_params=b"{}", read=_read, decode_params=lambda handoff: handoff.params
+)

@@ -1,0 +1,86 @@
+"""The decision for one request: guards in a fixed order, the first that matches wins. No I/O, microseconds."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sidecar.decision.shape import estimated_tokens, keeps_local
+from sidecar.exchange.apis import Api
+from sidecar.exchange.splice import Fields
+from sidecar.prefill.address import BadAddress
+from sidecar.prefill.endpoints import Endpoint, Endpoints, NotAllowed
+
+
+class Mode(StrEnum):
+    """`--disagg`."""
+
+    OFF = "off"
+    ON = "on"
+    AUTO = "auto"
+
+
+class Kind(StrEnum):
+    """What became of a request; label value `decision`."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+    RECOMPUTE = "recompute"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The decision and what it rested on; what `/decisions` shows."""
+
+    kind: Kind
+    reason: str
+    detail: str = ""
+    estimated_tokens: int = 0
+    candidates: tuple[Endpoint, ...] = ()
+    ordered: bool = False
+    """The candidates are in the order that the header gave."""
+    budgeted: bool = False
+    """Local only because no prefill endpoint is usable: counts as a fallback, so that a dying prefill side cannot
+    land every long prompt on the decode engine at once."""
+
+
+DISABLED = Decision(Kind.LOCAL, "disabled")
+PATH = Decision(Kind.LOCAL, "path")
+NO_TARGET = Decision(Kind.LOCAL, "no_target")
+
+
+def decide(
+    mode: Mode,
+    splits: bool,
+    api: Api | None,
+    members: Fields,
+    header: list[bytes],
+    endpoints: Endpoints,
+    min_remote_tokens: int,
+) -> Decision:
+    """Local, remote or refused. `splits` is whether the connector ever splits; `header` holds the values of
+    `x-prefiller-host-port`."""
+    if mode is Mode.OFF or not splits:
+        return DISABLED
+    if api is None:
+        return PATH
+    if why := keeps_local(api, members):
+        return Decision(Kind.LOCAL, "shape", why)
+    try:
+        candidates = endpoints.candidates(header)
+    except NotAllowed as error:
+        return Decision(Kind.REFUSED, "not_allowed", str(error))
+    except BadAddress as error:
+        return Decision(Kind.REFUSED, "bad_target", str(error))
+    if not candidates:
+        return NO_TARGET
+    tokens = estimated_tokens(api, members)
+    is_short = mode is Mode.AUTO and tokens < min_remote_tokens
+    if not endpoints.any_usable(candidates):
+        return Decision(Kind.LOCAL, "no_usable_prefill", estimated_tokens=tokens, budgeted=not is_short)
+    if mode is Mode.ON:
+        reason = "on"
+    elif is_short:
+        return Decision(Kind.LOCAL, "short", estimated_tokens=tokens)
+    else:
+        reason = "long"
+    return Decision(Kind.REMOTE, reason, "", tokens, tuple(candidates), bool(header))

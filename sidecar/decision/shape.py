@@ -1,0 +1,112 @@
+"""What a request is as far as splitting goes: can it be split, and about how many tokens is its prompt?
+
+Pure functions of the top-level members of the body. Values are looked at as bytes; a value is decoded only where
+its meaning is needed and it is small or rare.
+"""
+
+import re
+from typing import Any
+
+import msgspec
+
+from sidecar.exchange.apis import COMPLETIONS, FALSE, NULL, RESPONSES, Api
+from sidecar.exchange.splice import Fields, NotAnObject, fields, is_object
+
+BYTES_PER_TOKEN = 4
+"""A usual figure for English text and code under BPE vocabularies; token ids are counted exactly."""
+
+_MEDIA = re.compile(rb"(image|video|audio|file)_(url|data)|input_(image|audio|file|video)|\"source\"")
+_FETCHED = ("http://", "https://", "file://", "s3://", "gs://")
+
+
+class _Tool(msgspec.Struct):
+    type: str = "function"
+
+
+def keeps_local(api: Api, members: Fields) -> str:
+    """Why this request cannot be split, or "". The engine, not we, refuses what is no valid request at all."""
+    for name in api.never:
+        value = members.get(name)
+        if value is not None and bytes(value) not in (NULL, FALSE):
+            return name
+    inner = members
+    if api.sampling:
+        sampling = members.get(api.sampling)
+        if sampling is None or not is_object(sampling):
+            return api.sampling
+        inner = fields(sampling)
+    for name, harmless in api.single:
+        value = inner.get(name)
+        if value is not None and bytes(value) != NULL and bytes(value) not in harmless:
+            return name
+    return _prompt_keeps_local(api, members)
+
+
+def _prompt_keeps_local(api: Api, members: Fields) -> str:
+    prompt = members.get(api.prompt[0])
+    if prompt is None or bytes(memoryview(prompt)[:1]) in (b"n", b"t", b"f"):
+        return api.prompt[0]
+    if api is COMPLETIONS and bytes(memoryview(prompt)[:1]) == b"[" and not _is_flat(bytes(prompt)):
+        return "several prompts"
+    if api is RESPONSES and _has_server_tools(members.get("tools")):
+        return "tools"
+    if api is not COMPLETIONS and _fetches_media(prompt):
+        return "remote media"
+    return ""
+
+
+def _is_flat(array: bytes) -> bool:
+    """A list of token ids is one prompt; a list that holds strings or lists is several."""
+    return array.find(b'"') < 0 and array.find(b"[", 1) < 0 and array.find(b"{") < 0 and len(array) > 2
+
+
+def _has_server_tools(tools: msgspec.Raw | None) -> bool:
+    """Tools that the engine runs itself make it generate several times with one handoff."""
+    if tools is None or bytes(tools) == NULL:
+        return False
+    try:
+        return any(tool.type != "function" for tool in msgspec.json.decode(tools, type=list[_Tool]))
+    except msgspec.MsgspecError:
+        return True
+
+
+def _fetches_media(prompt: msgspec.Raw) -> bool:
+    """Media that each leg would fetch for itself may change in between; data URLs cannot."""
+    if not _MEDIA.search(prompt):
+        return False
+    try:
+        return _holds_url(msgspec.json.decode(prompt))
+    except (msgspec.MsgspecError, RecursionError):
+        return True
+
+
+def _holds_url(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(
+            (key in ("url", "image_url", "video_url", "audio_url", "file_url", "file_id") and _is_fetched(item))
+            or _holds_url(item)
+            for key, item in value.items()
+            if key != "text"
+        )
+    return isinstance(value, list) and any(map(_holds_url, value))
+
+
+def _is_fetched(value: Any) -> bool:
+    return isinstance(value, str) and not value.startswith("data:")
+
+
+def estimated_tokens(api: Api, members: Fields) -> int:
+    """About how many tokens the prompt has; exact for a list of token ids."""
+    size_bytes = 0
+    for name in api.prompt:
+        value = members.get(name)
+        if value is None:
+            continue
+        view = memoryview(value)
+        if name in ("prompt", "token_ids") and bytes(view[:1]) == b"[":
+            return bytes(view).count(b",") + 1
+        size_bytes += len(view)
+    return size_bytes // BYTES_PER_TOKEN
+
+
+__all__ = ["NotAnObject", "estimated_tokens", "keeps_local"]

@@ -1,0 +1,361 @@
+"""A client's connection: HTTP/1.1 read strictly, requests answered in the order in which they came.
+
+Why not a web framework: requests are relayed, not served; their target, field spelling and bytes must survive, and
+a relayed chunk must cost two system calls and little else. This file knows nothing of engines or decisions.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import cast
+
+import httptools
+
+from sidecar.edge import errors
+from sidecar.edge.request import MAX_HEAD_BYTES, Headers, Request
+from sidecar.edge.runner import Runner
+from sidecar.edge.service import Service
+from sidecar.exchange.failures import TABLE, Row, Stage
+
+MAX_PIPELINED = 8
+"""Requests read ahead of the one being answered; further bytes stay in the socket."""
+LINGER_S = 2.0
+"""After an answer to a request that was not read to its end, what still arrives is thrown away for so long; closing
+at once would reset the connection before the client has read the answer."""
+WRITE_HIGH_WATER_BYTES = 65536
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def _row(fault: str) -> Row:
+    return TABLE[Stage.READING, fault]
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection. At most one request is being answered; `deadline` is looked at by the server's sweep."""
+
+    __slots__ = (
+        "_close_when_answered",
+        "_connections",
+        "_deaf",
+        "_head_bytes",
+        "_headers",
+        "_lingering",
+        "_parser",
+        "_queue",
+        "_reading",
+        "_refusal",
+        "_request",
+        "_runner",
+        "_service",
+        "_target",
+        "_trailers",
+        "_write_paused",
+        "deadline",
+        "transport",
+    )
+
+    def __init__(self, service: Service, connections: "set[ClientConnection]") -> None:
+        self._service = service
+        self._connections = connections
+        self.transport: asyncio.Transport | None = None
+        self.deadline = 0.0
+        self._parser = httptools.HttpRequestParser(self)
+        self._target = b""
+        self._headers: Headers = []
+        self._trailers: Headers = []
+        self._head_bytes = 0
+        self._request: Request | None = None
+        """The request that is being read, once its head is complete."""
+        self._reading = False
+        """Some of a request has been read, not all."""
+        self._queue: deque[Request] = deque()
+        self._runner: Runner | None = None
+        self._close_when_answered = False
+        self._deaf = False
+        """Whatever else arrives is thrown away."""
+        self._refusal: tuple[Row, str] | None = None
+        """Why reading ended, while answers are still owed to earlier requests."""
+        self._lingering = False
+        self._write_paused = False
+
+    # -- asyncio -------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from asyncio's
+        self.transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
+        self._connections.add(self)
+        self.deadline = self._service.loop.time() + self._service.settings.client_head_timeout
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+        self.transport = None
+        self._deaf = True
+        self._queue.clear()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.client_left()
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        if self._request is None:
+            self._head_bytes += len(data)
+        else:
+            self.deadline = self._service.loop.time() + self._service.settings.client_body_timeout
+        self._feed(data)
+        if self._request is None and self._reading and self._head_bytes > MAX_HEAD_BYTES + 65536:
+            self._refuse(_row("head_too_large"))
+
+    def pause_writing(self) -> None:
+        self._write_paused = True
+        if self._runner is not None:
+            self._runner.pause()
+
+    def resume_writing(self) -> None:
+        self._write_paused = False
+        if self._runner is not None:
+            self._runner.resume()
+
+    # -- reading -------------------------------------------------------------------------------------------
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            self._upgrade_wished(data[stop.args[0] :])
+        except (httptools.HttpParserError, ValueError) as error:
+            if not self._deaf:
+                text = str(error)
+                two_framings = "Content-Length" in text and ("Duplicate" in text or "Transfer-Encoding" in text)
+                self._refuse(_row("two_framings" if two_framings else "malformed"), text[:100])
+
+    def on_message_begin(self) -> None:
+        self._target = b""
+        self._headers = []
+        self._trailers = []
+        self._reading = True
+        if not self._runner and not self._queue:
+            self.deadline = self._service.loop.time() + self._service.settings.client_head_timeout
+
+    def on_url(self, piece: bytes) -> None:
+        self._target += piece
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        (self._headers if self._request is None else self._trailers).append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self._deaf:
+            return
+        parser, service = self._parser, self._service
+        version = parser.get_http_version()
+        request = Request(
+            parser.get_method(),
+            self._target,
+            self._headers,
+            http_1_0=version == "1.0",
+            started_at=service.loop.time(),
+        )
+        self._request = request
+        self._head_bytes = 0
+        if version not in ("1.1", "1.0"):
+            self._refuse(_row("unknown_version"), f"HTTP/{version}")
+            return
+        refusal = request.refusal(service.settings.max_body_bytes)
+        if refusal is not None:
+            self._refuse(*refusal)
+            return
+        if not request.has_body:
+            return
+        self.deadline = request.started_at + service.settings.client_body_timeout
+        is_next = self._runner is None and not self._queue
+        if request.expects_continue and not request.http_1_0 and is_next:
+            self.write((_CONTINUE,))
+        if request.is_streamed and is_next:
+            self._start(request)
+
+    def on_body(self, piece: bytes) -> None:
+        request = self._request
+        if request is None or self._deaf:
+            return
+        request.size += len(piece)
+        runner = self._runner
+        if request.is_streamed and runner is not None and runner.request is request:
+            runner.body_piece(piece)
+            return
+        if request.size > self._service.settings.max_body_bytes:
+            self._refuse(_row("too_large"), f"{self._service.settings.max_body_bytes} bytes")
+            return
+        request.parts.append(piece)
+
+    def on_message_complete(self) -> None:
+        request, self._request = self._request, None
+        self._reading = False
+        if request is None or self._deaf:
+            return
+        request.keep_alive = self._parser.should_keep_alive()
+        if request.is_streamed and self._runner is not None and self._runner.request is request:
+            self.deadline = 0.0
+            self._runner.body_end(b"".join([b"%b: %b\r\n" % trailer for trailer in self._trailers]))
+            return
+        parts = request.parts
+        request.body = parts[0] if len(parts) == 1 else b"".join(parts)
+        request.parts = []
+        if request.upgrade:
+            self._queue.append(request)  # `_upgrade_wished` follows at once
+        elif self._runner is None and not self._queue:
+            self._start(request)
+        else:
+            self._queue.append(request)
+            if len(self._queue) >= MAX_PIPELINED and self.transport is not None:
+                self.transport.pause_reading()
+
+    def _upgrade_wished(self, rest: bytes) -> None:
+        """The parser stopped behind a head that asks for another protocol; `rest` is what follows it."""
+        if self._deaf:
+            return
+        request = self._queue.pop()
+        self._parser = httptools.HttpRequestParser(self)
+        if request.method == b"GET" and not request.has_body and self._runner is None and not self._queue:
+            if self.transport is not None:
+                self.transport.pause_reading()  # until the engine has said what protocol it is
+            self._close_when_answered = bool(rest)
+            runner = self._runner = Runner(self._service, self, request)
+            runner.tunnel_data(rest)
+            runner.start()
+            return
+        # Some clients offer h2c with every request. A server may ignore the wish, and its body is still to come.
+        self._feed(request.without_upgrade() + rest)
+
+    # -- answering -----------------------------------------------------------------------------------------
+
+    def _start(self, request: Request) -> None:
+        if not request.is_streamed:
+            self.deadline = 0.0
+        self._close_when_answered = False
+        runner = self._runner = Runner(self._service, self, request)
+        runner.start()
+        if request.is_streamed and request.body and self._runner is runner:  # it had to wait for its turn
+            runner.body_piece(request.body)
+            runner.body_end(b"")
+
+    def write(self, parts: Sequence[bytes]) -> None:
+        transport = self.transport
+        if transport is not None and not transport.is_closing():
+            transport.writelines(parts)
+
+    def must_close(self, request: Request) -> bool:
+        """Whether this request's answer is the connection's last."""
+        unread = self._request is request
+        if not request.keep_alive or unread or self._service.live.draining:
+            self._close_when_answered = True
+        return self._close_when_answered
+
+    def close_when_answered(self) -> None:
+        self._close_when_answered = True
+
+    def close_after_write(self) -> None:
+        """The answer cannot be completed; what is written goes out, then the connection ends."""
+        self._deaf = True
+        if self.transport is not None:
+            self.transport.close()
+
+    def answered(self, request: Request) -> None:
+        """The current request is over; the next one follows."""
+        self._runner = None
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        if self._close_when_answered or self._request is request:
+            self._end(unread=self._request is request)
+            return
+        self.deadline = self._service.loop.time() + self._service.settings.client_idle_timeout
+        if self._queue:
+            next_request = self._queue.popleft()
+            if not self._queue:
+                transport.resume_reading()
+            self._start(next_request)
+        elif self._refusal is not None:
+            self._write_refusal(*self._refusal)
+        elif self._service.live.draining:
+            self._end(unread=False)
+        elif request.upgrade:
+            transport.resume_reading()
+
+    def _refuse(self, row: Row, detail: str = "") -> None:
+        """The request at hand cannot be read, so nothing behind it can be trusted."""
+        if self._deaf:
+            return
+        self._deaf = True
+        self._service.observer.refused(row)
+        if self._runner is not None and self._runner.request is self._request:  # its body was being streamed
+            self.abort()
+        elif self._runner is None and not self._queue:
+            self._write_refusal(row, detail)
+        else:
+            self._refusal = (row, detail)
+
+    def _write_refusal(self, row: Row, detail: str) -> None:
+        self.write((errors.answer(row, detail, None, b"", close=True),))
+        self._end(unread=True)
+
+    def _end(self, *, unread: bool) -> None:
+        """The last answer is written. `unread`: the client may still be sending."""
+        transport = self.transport
+        if transport is None:
+            return
+        self._deaf = True
+        if unread and transport.can_write_eof():
+            transport.write_eof()
+            self._lingering = True
+            self.deadline = self._service.loop.time() + LINGER_S
+        else:
+            transport.close()
+
+    def pause_body(self) -> None:
+        if self.transport is not None:
+            self.transport.pause_reading()
+
+    def resume_body(self) -> None:
+        if self.transport is not None:
+            self.transport.resume_reading()
+
+    def tunnel_begins(self) -> None:
+        """The connection's bytes are no longer read here; it still counts as open."""
+        self.deadline = 0.0
+        if self.transport is not None:
+            self.transport.resume_reading()
+
+    def tunnel_ended(self) -> None:
+        self._connections.discard(self)
+        self._runner = None
+        self.transport = None
+
+    # -- time ----------------------------------------------------------------------------------------------
+
+    def overdue(self) -> None:
+        """The deadline has passed."""
+        self.deadline = 0.0
+        if self.transport is None:
+            return
+        if self._lingering:
+            self.transport.abort()
+        elif not self._reading and self._runner is None:
+            self.transport.close()
+        elif self._runner is None:
+            self._refuse(_row("too_slow"))
+        elif self._request is not None and self._runner.request is self._request:  # a streamed body that stopped
+            self.transport.abort()
+
+    def drain(self) -> None:
+        """No further request is wanted."""
+        if self._runner is None and not self._queue and not self._reading and self.transport is not None:
+            self._deaf = True
+            self.transport.close()
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+
+__all__ = ["ClientConnection"]

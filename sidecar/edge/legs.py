@@ -1,0 +1,398 @@
+"""The legs of a request: what is sent on one engine connection, and what its answer means for the runner.
+
+A leg knows how its answer is to be read (whole, relayed, thrown away); what follows from it the runner asks the
+machine.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from sidecar.connectors.connector import Handoff
+from sidecar.edge import errors
+from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
+from sidecar.exchange.failures import Row
+from sidecar.exchange.peek import FirstEvents, Verdict
+from sidecar.exchange.usage import CachedTokens
+
+if TYPE_CHECKING:
+    from sidecar.edge.runner import Runner
+
+
+class Leg:
+    """What all legs share: getting a connection, a silent second try on a stale one, and being dropped."""
+
+    name = ""
+
+    def __init__(self, runner: "Runner", parts: Sequence[Buffer]) -> None:
+        self._runner = runner
+        self._parts = parts
+        self._pool: EnginePool | None = None
+        self._call_off: Callable[[], None] | None = None
+        self._connection: EngineConnection | None = None
+        self._tried_again = False
+        self._dropped = False
+
+    def acquire(self, pool: EnginePool) -> None:
+        self._pool = pool
+        self._call_off = pool.acquire(self)
+
+    def drop(self) -> None:
+        """The leg ends here; an answer that is not complete is cut off at once."""
+        self._dropped = True
+        if self._call_off is not None:
+            self._call_off()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+
+    def pause_reading(self) -> None:
+        if self._connection is not None and self._connection.transport is not None:
+            self._connection.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._connection is not None and self._connection.transport is not None:
+            self._connection.transport.resume_reading()
+
+    # -- from the connection --
+
+    def connected(self, connection: EngineConnection, reused: bool) -> None:
+        if self._dropped:
+            connection.abort()
+            return
+        self._connection = connection
+        connection.send(self, self._parts)
+
+    def interim(self, raw: bytes) -> None:
+        """Only a relayed answer's 1xx is of interest to the client."""
+
+    def head(self, head: Head) -> None:
+        raise NotImplementedError
+
+    def data(self, raw: bytes, pieces: Sequence[bytes], last: bool) -> None:
+        raise NotImplementedError
+
+    def upgraded(self, head: Head, rest: bytes) -> None:
+        self.failed("garbage", "101 to a request that asked for no upgrade", False)
+
+    def failed(self, fault: str, detail: str, untouched: bool) -> None:
+        self._connection = None
+        if self._dropped:
+            return
+        if untouched and not self._tried_again and self._may_try_again():
+            self._tried_again = True
+            assert self._pool is not None
+            self._call_off = self._pool.acquire(self, fresh=True)
+            return
+        label = self._pool.label if self._pool is not None else ""
+        self._runner.fault(fault, detail if label in detail else f"{label}: {detail}")
+
+    def _may_try_again(self) -> bool:
+        return True
+
+    def pause(self) -> None:
+        """The whole request is in the connection's buffer anyway."""
+
+    def resume(self) -> None:
+        pass
+
+    def relay(self) -> None:
+        raise NotImplementedError
+
+
+class PrefillLeg(Leg):
+    """Sends the prefill body and reads the answer as a whole."""
+
+    name = "prefill"
+
+    def __init__(self, runner: "Runner", parts: Sequence[Buffer]) -> None:
+        super().__init__(runner, parts)
+        self._head: Head | None = None
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._born = 0.0
+        self._peer_host = ""
+
+    def head(self, head: Head) -> None:
+        self._head = head
+        self._born = time.monotonic()
+        if self._connection is not None:
+            self._peer_host = self._connection.peer_host
+
+    def data(self, raw: bytes, pieces: Sequence[bytes], last: bool) -> None:
+        self._pieces += pieces
+        self._size += sum(map(len, pieces))
+        if self._size > self._runner.service.settings.max_body_bytes:
+            self._runner.fault("too_large")
+        elif last:
+            assert self._head is not None
+            self._connection = None
+            body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            self._runner.prefill_answered(self._head.status, body, self._born, self._peer_host)
+
+    def relay(self) -> None:
+        head, runner = self._head, self._runner
+        assert head is not None
+        client = runner.client
+        if client is not None:
+            close = client.must_close(runner.request)
+            framing = b"content-length: %d\r\n" % self._size
+            client.write((runner.write_head(head, framing=framing, close=close), *self._pieces))
+        runner.finish()
+
+
+class DecodeLeg(Leg):
+    """Sends a request to the local engine and relays what comes back, byte for byte."""
+
+    name = "decode"
+
+    def __init__(
+        self, runner: "Runner", parts: Sequence[Buffer], handoff: Handoff | None, *, streams_body: bool
+    ) -> None:
+        super().__init__(runner, parts)
+        self._handoff = handoff
+        self._streams_body = streams_body
+        self._body_parts: list[bytes] = []
+        self._sent = False
+        self._head: Head | None = None
+        self._peek: FirstEvents | None = None
+        self._held: list[bytes] = []
+        self._held_pieces: list[bytes] = []
+        self._relaying = False
+        self._write: Callable[[bytes, Sequence[bytes]], None] = self._write_raw
+        self._filter: CachedTokens | None = None
+        self._tail = b""
+        self._at_boundary = True
+
+    def connected(self, connection: EngineConnection, reused: bool) -> None:
+        if self._dropped:
+            connection.abort()
+            return
+        self._connection = connection
+        if not self._runner.decode_connected():
+            return
+        is_head = self._runner.request.method == b"HEAD"
+        connection.send(self, (*self._parts, *self._body_parts), is_head_request=is_head)
+        self._body_parts.clear()
+        self._sent = True
+        self._runner.decode_sent(self._handoff)
+
+    def _may_try_again(self) -> bool:
+        # A handoff is never sent twice, and of a streamed body the first part is gone.
+        return self._handoff is None and not self._streams_body
+
+    def failed(self, fault: str, detail: str, untouched: bool) -> None:
+        if self._connection is not None:
+            self._at_boundary = self._connection.at_chunk_boundary
+        super().failed(fault, detail, untouched)
+
+    # -- a request body that is streamed --
+
+    def body_piece(self, data: bytes) -> None:
+        if self._runner.request.is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._send_piece(data)
+
+    def body_end(self, trailers: bytes) -> None:
+        if self._runner.request.is_chunked:
+            self._send_piece(b"0\r\n%b\r\n" % trailers)
+
+    def _send_piece(self, data: bytes) -> None:
+        if self._sent and self._connection is not None:
+            self._connection.write((data,))
+        elif not self._sent:
+            self._body_parts.append(data)
+
+    def pause(self) -> None:
+        if self._streams_body and self._runner.client is not None:
+            self._runner.client.pause_body()
+
+    def resume(self) -> None:
+        if self._streams_body and self._runner.client is not None:
+            self._runner.client.resume_body()
+
+    # -- the answer --
+
+    def interim(self, raw: bytes) -> None:
+        client = self._runner.client
+        # 100 is ours to send, and HTTP/1.0 knows no interim answers.
+        if client is not None and not self._runner.request.http_1_0 and raw[9:12] != b"100":
+            client.write((raw,))
+
+    def head(self, head: Head) -> None:
+        self._head = head
+        self._runner.decode_answered(head)
+
+    def upgraded(self, head: Head, rest: bytes) -> None:
+        connection, self._connection = self._connection, None
+        if self._dropped or connection is None:
+            return
+        if not self._runner.request.upgrade:
+            connection.abort()
+            super().upgraded(head, rest)
+            return
+        self._runner.tunnel(head, connection, rest)
+
+    def data(self, raw: bytes, pieces: Sequence[bytes], last: bool) -> None:
+        if last:
+            self._connection = None
+        if self._relaying:
+            self._write(raw, pieces)
+            if last:
+                self._end()
+            return
+        self._held.append(raw)
+        self._held_pieces += pieces
+        if self._peek is None:  # nobody reads any more, and the engine has reached its first byte
+            self._runner.first_event(False)
+            return
+        verdict = Verdict.UNDECIDED
+        for piece in pieces:
+            verdict = self._peek.feed(piece)
+            if verdict is not Verdict.UNDECIDED:
+                break
+        if verdict is not Verdict.UNDECIDED or last:
+            self._peek = None
+            self._runner.first_event(verdict is Verdict.ERROR)
+            if last:
+                self._end()
+
+    def peek(self, first_events: FirstEvents) -> None:
+        self._peek = first_events
+
+    def relay(self) -> None:
+        """From here on everything goes to the client; what was held back first."""
+        head, runner = self._head, self._runner
+        client = runner.client
+        assert head is not None
+        if client is None:
+            return
+        self._relaying = True
+        close = client.must_close(runner.request)
+        self._filter = self._cached_tokens_filter(head)
+        if head.no_body:
+            framing = b"content-length: %d\r\n" % head.length if head.length >= 0 and head.status != 204 else b""
+            if head.length < 0 and head.chunked:
+                framing = b"transfer-encoding: chunked\r\n"
+        elif head.length >= 0:
+            framing = b"content-length: %d\r\n" % head.length
+            if self._filter is not None:
+                self._write = self._write_filtered
+        elif head.chunked and not runner.request.http_1_0:
+            framing = b"transfer-encoding: chunked\r\n"
+            if self._filter is not None:
+                self._write = self._write_filtered_chunks
+        else:
+            framing = b""
+            close = True
+            client.close_when_answered()
+            self._write = self._write_filtered if self._filter is not None else self._write_pieces
+        client.write((runner.write_head(head, framing=framing, close=close),))
+        if self._held:
+            self._write(b"".join(self._held), self._held_pieces)
+            self._held.clear()
+            self._held_pieces.clear()
+
+    def _cached_tokens_filter(self, head: Head) -> CachedTokens | None:
+        handoff, api = self._handoff, self._runner.api
+        if handoff is None or handoff.cached_tokens is None or api is None or head.status != 200:
+            return None
+        if head.value(b"content-encoding") not in (b"", b"identity"):
+            return None
+        return CachedTokens(api, handoff.cached_tokens)
+
+    # -- the ways to write --
+
+    def _write_raw(self, raw: bytes, pieces: Sequence[bytes]) -> None:
+        client = self._runner.client
+        if raw and client is not None:
+            client.write((raw,))
+            self._runner.first_byte()
+            if pieces:
+                self._tail = pieces[-1]
+
+    def _write_pieces(self, _raw: bytes, pieces: Sequence[bytes]) -> None:
+        client = self._runner.client
+        if pieces and client is not None:
+            client.write(pieces)
+            self._runner.first_byte()
+            self._tail = pieces[-1]
+
+    def _write_filtered(self, _raw: bytes, pieces: Sequence[bytes]) -> None:
+        assert self._filter is not None
+        out = b"".join([self._filter.feed(piece) for piece in pieces])
+        if out:
+            self._write_pieces(b"", (out,))
+
+    def _write_filtered_chunks(self, _raw: bytes, pieces: Sequence[bytes]) -> None:
+        assert self._filter is not None
+        out = b"".join([self._filter.feed(piece) for piece in pieces])
+        if out:
+            self._write_pieces(b"", (b"%x\r\n%b\r\n" % (len(out), out),))
+            self._tail = out
+
+    def _end(self) -> None:
+        if not self._relaying:  # what the first event led to has replaced this leg
+            return
+        client = self._runner.client
+        if self._filter is not None and client is not None:
+            rest = self._filter.flush()
+            if self._write == self._write_filtered_chunks:
+                client.write(((b"%x\r\n%b\r\n" % (len(rest), rest) if rest else b"") + b"0\r\n\r\n",))
+            elif rest:
+                client.write((rest,))
+        self._runner.finish()
+
+    def last_words(self, row: Row) -> bytes:
+        """What may still be written to a client whose answer broke off, in the framing that its head announced;
+        never a clean end."""
+        head = self._head
+        if head is None or not head.value(b"content-type").startswith(b"text/event-stream") or head.length >= 0:
+            return b""
+        event = errors.event(row, self._runner.api, after_partial_event=not self._tail.endswith(b"\n\n"))
+        if self._write in (self._write_pieces, self._write_filtered):
+            return event
+        if not self._at_boundary and self._write == self._write_raw:
+            return b""  # in the middle of a chunk of announced size nothing can be said
+        return b"%x\r\n%b\r\n" % (len(event), event)
+
+
+class ReleaseLeg(Leg):
+    """Gives a handoff back: asks the local engine for a model that does not exist, with the handoff attached. The
+    engine refuses with 404 and tells the prefill engine to free the blocks (vLLM 0.32,
+    generate/base/serving.py: notify_kv_transfer_request_rejected), in place of the lease running out."""
+
+    name = "release"
+
+    def __init__(self, runner: "Runner", params: bytes) -> None:
+        body = (
+            b'{"model":"pd-sidecar/released-handoff","prompt":[1],"max_tokens":1,"kv_transfer_params":%b}' % params
+        )
+        request = runner.request
+        authorization = b"".join(
+            [b"%b: %b\r\n" % header for header in request.headers if header[0].lower() == b"authorization"]
+        )
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"%bcontent-length: %d\r\n\r\n"
+        ) % (authorization, len(body))
+        super().__init__(runner, (head, body))
+
+    def head(self, head: Head) -> None:
+        pass
+
+    def data(self, raw: bytes, pieces: Sequence[bytes], last: bool) -> None:
+        if last:
+            self._connection = None
+            self._runner.finish()
+
+    def failed(self, fault: str, detail: str, untouched: bool) -> None:
+        self._connection = None
+        if not self._dropped:
+            self._runner.finish()
+
+    def _may_try_again(self) -> bool:
+        return False
+
+
+__all__ = ["DecodeLeg", "Leg", "PrefillLeg", "ReleaseLeg"]

@@ -1,0 +1,214 @@
+"""A client's request head: what its fields mean to us, and the header blocks for the two legs. No I/O."""
+
+import re
+import secrets
+from urllib.parse import unquote_to_bytes
+
+from sidecar.exchange.apis import APIS
+from sidecar.exchange.failures import TABLE, Row, Stage
+
+MAX_HEAD_BYTES = 65536
+MAX_FIELDS = 256
+
+Headers = list[tuple[bytes, bytes]]
+
+# RFC 9110 7.6.1: fields for this connection alone. Transfer-Encoding and Content-Length are written anew.
+_HOP_BY_HOP = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"upgrade", b"transfer-encoding"}
+)
+_OURS = frozenset({b"x-prefiller-host-port", b"x-data-parallel-host-port", b"x-kv-cache-source-host-port"})
+_REWRITTEN = frozenset({b"content-length", b"expect"})
+_NEVER_FORWARDED = _HOP_BY_HOP | _OURS | _REWRITTEN
+_NOT_TO_PREFILL = _NEVER_FORWARDED | {b"cookie", b"proxy-authorization", b"accept-encoding", b"host"}
+
+_READ = frozenset(
+    {
+        b"connection",
+        b"content-encoding",
+        b"content-length",
+        b"content-type",
+        b"expect",
+        b"host",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-prefiller-host-port",
+        b"x-request-id",
+    }
+)
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+ALWAYS_READ = frozenset({*APIS, b"/invocations"})
+"""Paths whose bodies the engine takes for JSON whatever Content-Type says (vLLM 0.32, `raw_request.json()`)."""
+
+_STREAMED_TYPES = (b"multipart/", b"audio/", b"video/", b"image/", b"application/octet-stream")
+
+
+class Request:
+    """One request as read so far."""
+
+    __slots__ = (
+        "_keys",
+        "body",
+        "expects_continue",
+        "has_body",
+        "headers",
+        "http_1_0",
+        "inflated",
+        "keep_alive",
+        "method",
+        "parts",
+        "path",
+        "read",
+        "request_id",
+        "size",
+        "started_at",
+        "target",
+        "upgrade",
+    )
+
+    def __init__(
+        self, method: bytes, target: bytes, headers: Headers, *, http_1_0: bool, started_at: float
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.headers = headers
+        self.http_1_0 = http_1_0
+        self.started_at = started_at
+        self.keep_alive = True
+        self.path = _path(target)
+        self._keys = [name.lower() for name, _ in headers]
+        self.read: dict[bytes, list[bytes]] = {}
+        """Values of the fields that mean something to us."""
+        for key, (_, value) in zip(self._keys, headers, strict=True):
+            if key in _READ:
+                self.read.setdefault(key, []).append(value)
+        self.has_body = b"content-length" in self.read or b"transfer-encoding" in self.read
+        self.expects_continue = b"expect" in self.read
+        self.upgrade = b"upgrade" in self.read
+        self.parts: list[bytes] = []
+        self.size = 0
+        self.body = b""
+        self.request_id = b""
+        self.inflated = False
+        """The body lost its content encoding on the way in."""
+
+    def refusal(self, max_body_bytes: int) -> tuple[Row, str] | None:
+        """Why this head cannot be accepted."""
+        fault = self._fault(max_body_bytes)
+        return (TABLE[Stage.READING, fault[0]], fault[1]) if fault else None
+
+    def _fault(self, max_body_bytes: int) -> tuple[str, str] | None:
+        read = self.read
+        if len(self.headers) > MAX_FIELDS or self.head_bytes > MAX_HEAD_BYTES:
+            return "head_too_large", ""
+        hosts = read.get(b"host", ())
+        if len(hosts) > 1 or (not hosts and not self.http_1_0):
+            return "malformed", "one Host field is needed"
+        if b"transfer-encoding" in read and (b"content-length" in read or self.http_1_0):
+            return "two_framings", ""
+        if b"transfer-encoding" in read and [v.strip().lower() for v in read[b"transfer-encoding"]] != [b"chunked"]:
+            return "malformed", "Transfer-Encoding other than chunked"
+        if self.expects_continue and [v.strip().lower() for v in read[b"expect"]] != [b"100-continue"]:
+            return "unknown_expectation", ""
+        if self.method == b"CONNECT":
+            return "malformed", "CONNECT is not served here"
+        length = read.get(b"content-length")
+        if length and int(length[0]) > max_body_bytes:
+            return "too_large", f"{max_body_bytes} bytes"
+        return None
+
+    @property
+    def head_bytes(self) -> int:
+        return len(self.target) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Bodies that are no JSON are relayed as they arrive; all others are looked into first. On the paths where
+        the engine takes every body for JSON, whatever its type says, so do we."""
+        if not self.has_body or self.path in ALWAYS_READ:
+            return False
+        types = self.read.get(b"content-type")
+        return types is not None and types[0].lower().startswith(_STREAMED_TYPES)
+
+    @property
+    def is_chunked(self) -> bool:
+        return b"transfer-encoding" in self.read
+
+    def own_framing(self) -> bytes:
+        """The framing of a streamed body, as it came."""
+        if self.is_chunked:
+            return b"transfer-encoding: chunked\r\n"
+        return b"content-length: %b\r\n" % self.read[b"content-length"][0]
+
+    @property
+    def content_encoding(self) -> bytes:
+        return b",".join(self.read.get(b"content-encoding", ()))
+
+    def take_request_id(self) -> bytes:
+        """The client's request id if the engines can live with it, else a new one; the same at every call.
+
+        The engines build peer-visible names from it, and a comma in it breaks lease renewal (vLLM 0.32,
+        nixl/pull_worker.py)."""
+        if not self.request_id:
+            given = self.read.get(b"x-request-id", (b"",))[0]
+            self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
+        return self.request_id
+
+    # -- header blocks for the legs --
+
+    def _named_by_connection(self) -> frozenset[bytes]:
+        values = self.read.get(b"connection")
+        if not values:
+            return frozenset()
+        names = {name.strip().lower() for value in values for name in value.split(b",")}
+        # What frames or addresses the message is not the client's to take away.
+        return frozenset(names - {b"close", b"keep-alive", b"upgrade", b"host", b"content-length", b"content-type"})
+
+    def _block(self, drop: frozenset[bytes]) -> bytes:
+        if b"connection" in self.read and (named := self._named_by_connection()):
+            drop |= named
+        return b"".join(
+            [
+                b"%b: %b\r\n" % header
+                for key, header in zip(self._keys, self.headers, strict=True)
+                if key not in drop
+            ]
+        )
+
+    def relay_block(self, *, inflated: bool, with_id: bool) -> bytes:
+        """Fields for the local engine, as they came. `inflated`: the body lost its content encoding;
+        `with_id`: x-request-id is ours."""
+        drop = _NEVER_FORWARDED
+        if inflated:
+            drop |= {b"content-encoding"}
+        if not with_id:
+            return self._block(drop)
+        return self._block(drop | {b"x-request-id"}) + b"x-request-id: %b\r\n" % self.take_request_id()
+
+    def prefill_block(self, host: bytes) -> bytes:
+        """Fields for a prefill endpoint."""
+        block = self._block(_NOT_TO_PREFILL | {b"content-encoding", b"x-request-id"})
+        return b"host: %b\r\n%bx-request-id: %b\r\n" % (host, block, self.take_request_id())
+
+    def without_upgrade(self) -> bytes:
+        """The head again, as bytes, without its wish to upgrade (RFC 9110 7.8: a server may ignore it)."""
+        lines = b"".join(
+            [
+                b"%b: %b\r\n" % header
+                for key, header in zip(self._keys, self.headers, strict=True)
+                if key not in (b"upgrade", b"connection", b"http2-settings")
+            ]
+        )
+        return b"%b %b HTTP/1.1\r\n%b\r\n" % (self.method, self.target, lines)
+
+
+def _path(target: bytes) -> bytes:
+    """The path that the engine's router will see: without query, unquoted, of an absolute target its path."""
+    path = target.split(b"?", 1)[0].split(b"#", 1)[0]
+    if b"%" in path:
+        path = unquote_to_bytes(path)
+    if not path.startswith(b"/"):
+        _, scheme, rest = path.partition(b"://")
+        if scheme:
+            path = b"/" + rest.partition(b"/")[2]
+    return path

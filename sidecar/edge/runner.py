@@ -1,0 +1,476 @@
+"""Carries one exchange: turns the machine's commands into bytes and what comes back into its events.
+
+It decides nothing: what follows a fault is the failure table's business, what a body may hold the splicer's.
+A `Runner` belongs to one request of one client connection and talks to at most one engine at a time.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sidecar.connectors.connector import Handoff
+from sidecar.decision.guards import decide
+from sidecar.edge import errors
+from sidecar.edge.encoding import Undecodable, decoded
+from sidecar.edge.engine import EngineConnection, EnginePool, Head
+from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg, ReleaseLeg
+from sidecar.edge.request import ALWAYS_READ, Request
+from sidecar.edge.service import Service, Times
+from sidecar.edge.tunnel import join
+from sidecar.exchange import life
+from sidecar.exchange.apis import APIS, Api
+from sidecar.exchange.failures import TABLE, Row, Stage
+from sidecar.exchange.peek import FirstEvents
+from sidecar.exchange.splice import (
+    Fields,
+    NotAnObject,
+    decode_body,
+    fields,
+    fields_if_object,
+    prefill_body,
+    without_forbidden,
+)
+
+if TYPE_CHECKING:
+    from sidecar.edge.client import ClientConnection
+
+_BAD_JSON = TABLE[Stage.READING, "bad_json"]
+_NOT_TO_CLIENT = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"transfer-encoding", b"content-length"}
+)
+
+
+class Runner:
+    """One request from its complete head to the end of its answer."""
+
+    __slots__ = (
+        "_api",
+        "_body",
+        "_client",
+        "_client_left",
+        "_early_tunnel_data",
+        "_exchange",
+        "_finished",
+        "_leg",
+        "_members",
+        "_request",
+        "_service",
+        "_status",
+        "_timer",
+        "_times",
+        "_unwatch",
+    )
+
+    def __init__(self, service: Service, client: "ClientConnection", request: Request) -> None:
+        self._service = service
+        self._client: ClientConnection | None = client
+        self._request = request
+        self._api: Api | None = APIS.get(request.path) if request.method == b"POST" else None
+        self._times = Times(complete=time.monotonic())
+        self._exchange: life.Exchange | None = None
+        self._early_tunnel_data = b""
+        self._members: Fields = {}
+        self._body = b""
+        self._leg: Leg | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._unwatch: Callable[[], None] | None = None
+        self._status = 0
+        self._finished = False
+        self._client_left = False
+
+    # -- what the client connection tells ------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The request is complete, or its body will be streamed."""
+        request = self._request
+        try:
+            self._read()
+        except Undecodable as error:
+            self._refuse(error.row, error.detail)
+            return
+        except NotAnObject as error:
+            self._refuse(_BAD_JSON, str(error).splitlines()[0][:200])
+            return
+        service = self._service
+        settings = service.settings
+        decision = decide(
+            service.live.mode,
+            service.connector.splits,
+            self._api,
+            self._members,
+            request.read.get(b"x-prefiller-host-port", []),
+            service.endpoints,
+            settings.min_remote_tokens,
+        )
+        service.observer.decided(decision, time.monotonic() - self._times.complete)
+        self._exchange = life.Exchange(
+            decision,
+            connector=service.connector,
+            endpoints=service.endpoints,
+            budget=service.budget,
+            now=time.monotonic,
+            attempts=settings.prefill_attempts,
+            recompute=settings.on_prefill_failure == "recompute",
+            lease_s=settings.handoff_max_age,
+            on_attempt=service.observer.prefill_attempt,
+        )
+        self._do(self._exchange.start())
+
+    def body_piece(self, data: bytes) -> None:
+        """A piece of a streamed request body."""
+        if isinstance(self._leg, DecodeLeg):
+            self._leg.body_piece(data)
+
+    def body_end(self, trailers: bytes) -> None:
+        """The streamed request body is complete."""
+        if isinstance(self._leg, DecodeLeg):
+            self._leg.body_end(trailers)
+
+    def client_left(self) -> None:
+        """The client's connection is gone."""
+        self._client = None
+        if self._finished:
+            return
+        self._client_left = True
+        if self._exchange is None:
+            self._finish()
+        else:
+            self._do(self._exchange.fault("client_left"))
+
+    def pause(self) -> None:
+        """The client reads no further for now."""
+        if self._leg is not None:
+            self._leg.pause_reading()
+
+    def resume(self) -> None:
+        if self._leg is not None:
+            self._leg.resume_reading()
+
+    def tunnel_data(self, data: bytes) -> None:
+        """What the client sent behind a request that asks for an upgrade."""
+        self._early_tunnel_data = data
+
+    # -- reading -------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Fills `_body` and `_members`. Raises `Undecodable` and `NotAnObject`."""
+        request = self._request
+        if request.is_streamed or not request.has_body:
+            if self._api is not None:
+                raise NotAnObject("there is no body")
+            return
+        body = request.body
+        encoding = request.content_encoding
+        is_read = request.path in ALWAYS_READ and request.method == b"POST"
+        if encoding and is_read:
+            body = decoded(body, encoding, self._service.settings.max_body_bytes)
+            request.inflated = True
+        if is_read:
+            self._members = fields(body)
+        else:
+            self._members = fields_if_object(body)
+        cleaned = without_forbidden(body, self._members)
+        if cleaned is not None:
+            body = cleaned
+            self._members = fields(body)
+        self._body = body
+
+    # -- commands ------------------------------------------------------------------------------------------
+
+    def _do(self, command: life.Command) -> None:
+        _CARRY_OUT[type(command)](self, command)
+
+    def _prefill(self, command: life.Prefill) -> None:
+        service = self._service
+        endpoint = command.endpoint
+        service.facts.want(endpoint)
+        self._drop_leg()
+        loop = service.loop
+        if not self._times.prefill_sent:
+            self._times.prefill_sent = time.monotonic()
+        if self._timer is None:  # one deadline for the whole stage, however many endpoints are tried
+            self._timer = loop.call_later(service.settings.prefill_timeout, self._prefill_timed_out)
+        assert self._api is not None
+        body = prefill_body(self._api, self._members, service.connector.prefill_params)
+        head = b"POST %b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n" % (
+            self._request.target,
+            self._request.prefill_block(endpoint.label.encode()),
+            len(body),
+        )
+        self._start_leg(PrefillLeg(self, (head, body)), service.prefill_pool(endpoint))
+
+    def _decode(self, command: life.Decode) -> None:
+        self._drop_leg()
+        self._stop_timer()
+        request, service = self._request, self._service
+        handoff = command.handoff
+        parts: tuple[bytes | memoryview, ...]
+        if handoff is not None:
+            parts = decode_body(self._body, service.connector.decode_params(handoff))
+        else:
+            parts = (self._body,) if self._body else ()
+        is_api = self._api is not None
+        block = request.relay_block(inflated=request.inflated, with_id=is_api)
+        if request.is_streamed:
+            framing = request.own_framing()
+        elif request.has_body or parts:
+            framing = b"content-length: %d\r\n" % sum(map(len, parts))
+        else:
+            framing = b""
+        if request.upgrade:
+            framing += b"connection: upgrade\r\nupgrade: %b\r\n" % request.read[b"upgrade"][0]
+        head = b"%b %b HTTP/1.1\r\n%b%b\r\n" % (request.method, request.target, block, framing)
+        leg = DecodeLeg(self, (head, *parts), handoff, streams_body=request.is_streamed)
+        self._start_leg(leg, service.engine)
+
+    def _relay(self, _command: life.Relay) -> None:
+        assert self._leg is not None
+        self._leg.relay()
+
+    def _peek(self, _command: life.Peek) -> None:
+        assert isinstance(self._leg, DecodeLeg)
+        assert self._api is not None
+        self._leg.peek(FirstEvents(self._api))
+
+    def _answer(self, command: life.Answer) -> None:
+        self._refuse(command.row, command.detail)
+
+    def _break_off(self, command: life.BreakOff) -> None:
+        leg = self._leg
+        if isinstance(leg, DecodeLeg) and self._client is not None:
+            if tail := leg.last_words(command.row):
+                self._client.write((tail,))
+            self._client.close_after_write()
+        self._finish()
+
+    def _release(self, command: life.Release) -> None:
+        self._drop_leg()
+        params = self._service.connector.decode_params(command.handoff)
+        self._start_leg(ReleaseLeg(self, params), self._service.engine)
+        self._timer = self._service.loop.call_later(self._service.settings.pull_timeout, self._finish)
+
+    def _to_first_byte(self, _command: life.ToFirstByte) -> None:
+        self._timer = self._service.loop.call_later(self._service.settings.pull_timeout, self._finish)
+
+    def _close(self, _command: life.Close) -> None:
+        self._finish()
+
+    # -- events from legs and timers -----------------------------------------------------------------------
+
+    def prefill_answered(self, status: int, body: bytes, born: float, peer_host: str) -> None:
+        assert self._exchange is not None
+        endpoint = self._exchange.prefill_endpoint
+        if endpoint is not None:
+            endpoint.peer_host = peer_host
+        self._times.prefill_done = time.monotonic()
+        self._do(self._exchange.prefill_answered(status, body, born, self._service.live.engine_facts.block_size))
+
+    def fault(self, name: str, detail: str = "") -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        if self._client_left:  # nobody waits for what would follow
+            self._finish()
+            return
+        if exchange.stage in (Stage.DECODE, Stage.HANDOFF) and name in ("refused", "unreachable"):
+            self._service.observer.engine_gone(name, detail)
+        self._do(exchange.fault(name, detail))
+
+    def decode_connected(self) -> bool:
+        """Whether the decode leg may be sent."""
+        assert self._exchange is not None
+        if self._client_left:
+            return False
+        command = self._exchange.decode_connected()
+        if command is not None:
+            self._do(command)
+            return False
+        return True
+
+    def decode_sent(self, handoff: Handoff | None) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        exchange.decode_sent()
+        self._times.decode_sent = time.monotonic()
+        if handoff is not None and exchange.prefill_endpoint is not None:
+            self._unwatch = self._service.watch.watch(exchange.prefill_endpoint, handoff, self._peer_silent)
+
+    def decode_answered(self, head: Head) -> None:
+        assert self._exchange is not None
+        is_events = head.value(b"content-type").startswith(b"text/event-stream")
+        if self._client_left and not (head.status == 200 and is_events):
+            self._finish()  # it was let to its first byte, and this is it
+            return
+        if self._unwatch is not None and not (head.status == 200 and is_events):
+            self._stop_watching()
+        self._do(self._exchange.decode_answered(head.status, is_events))
+
+    def first_event(self, is_error: bool) -> None:
+        assert self._exchange is not None
+        self._stop_watching()
+        if self._client_left:
+            self._finish()
+        else:
+            self._do(self._exchange.first_event(is_error))
+
+    def _stop_watching(self) -> None:
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+
+    def _prefill_timed_out(self) -> None:
+        self._timer = None
+        self.fault("timeout", f"{self._service.settings.prefill_timeout:g} s")
+
+    def _peer_silent(self, detail: str) -> None:
+        self._unwatch = None
+        self.fault("peer_silent", detail)
+
+    # -- answering -----------------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> "ClientConnection | None":
+        return self._client
+
+    @property
+    def request(self) -> Request:
+        return self._request
+
+    @property
+    def api(self) -> Api | None:
+        return self._api
+
+    @property
+    def service(self) -> Service:
+        return self._service
+
+    def own_headers(self) -> bytes:
+        """What we add to every answer of a request that could have been split."""
+        if self._api is None:
+            return b""
+        lines = b"x-request-id: %b\r\n" % self._request.take_request_id()
+        exchange = self._exchange
+        if exchange is not None and self._service.settings.decision_header == "on":
+            lines += b"x-pd-decision: %b\r\n" % exchange.summary().encode("latin-1")
+        return lines
+
+    def write_head(self, head: Head, *, framing: bytes, close: bool) -> bytes:
+        """The engine's head as the client gets it, as bytes; notes its status."""
+        self._status = head.status
+        drop = _NOT_TO_CLIENT if self._api is None else _NOT_TO_CLIENT | {b"x-request-id", b"x-pd-decision"}
+        lines = [b"%b: %b\r\n" % header for header in head.headers if header[0].lower() not in drop]
+        return b"HTTP/1.1 %d %b\r\n%b%b%b%b\r\n" % (
+            head.status,
+            head.reason,
+            b"".join(lines),
+            framing,
+            self.own_headers(),
+            b"connection: close\r\n" if close else b"",
+        )
+
+    def first_byte(self) -> None:
+        if not self._times.first_byte:
+            self._times.first_byte = time.monotonic()
+
+    def _refuse(self, row: Row, detail: str) -> None:
+        self._status = row.status
+        client = self._client
+        if client is not None:
+            close = client.must_close(self._request)
+            client.write(
+                (
+                    errors.answer(
+                        row,
+                        detail,
+                        self._api,
+                        self.own_headers(),
+                        close=close,
+                        head_only=self._request.method == b"HEAD",
+                    ),
+                )
+            )
+        if self._exchange is None:
+            self._service.observer.refused(row)
+        self._finish()
+
+    def tunnel(self, head: Head, connection: EngineConnection, rest: bytes) -> None:
+        """The engine switched protocols."""
+        client = self._client
+        if client is None or connection.transport is None or client.transport is None:
+            connection.abort()
+            self._finish()
+            return
+        lines = b"".join([b"%b: %b\r\n" % header for header in head.headers])
+        client.write((b"HTTP/1.1 101 %b\r\n%b\r\n" % (head.reason, lines), rest))
+        self._status = 101
+        engine_transport = connection.transport
+        self._drop_leg()
+        join(client.transport, engine_transport, self._tunnel_ended)
+        client.tunnel_begins()
+        if self._early_tunnel_data:
+            engine_transport.write(self._early_tunnel_data)
+
+    def _tunnel_ended(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.tunnel_ended()
+        self._finish()
+
+    def finish(self) -> None:
+        """The answer is complete."""
+        self._finish()
+
+    def _finish(self) -> None:
+        """Ends the request once, however it ended; everything held is given back."""
+        if self._finished:
+            return
+        self._finished = True
+        self._drop_leg()
+        self._stop_timer()
+        self._times.end = time.monotonic()
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.close()
+            self._service.observer.finished(
+                self._api.name if self._api is not None else "other",
+                exchange,
+                self._status,
+                self._times,
+                self._request.request_id,
+                self._client_left,
+            )
+        client, self._client = self._client, None
+        if client is not None:
+            client.answered(self._request)
+
+    # -- legs ----------------------------------------------------------------------------------------------
+
+    def _start_leg(self, leg: Leg, pool: EnginePool) -> None:
+        self._leg = leg
+        self._service.observer.leg_started(leg.name)
+        leg.acquire(pool)
+
+    def _drop_leg(self) -> None:
+        self._stop_watching()
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            self._service.observer.leg_ended(leg.name)
+            leg.drop()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+_CARRY_OUT: dict[type, Callable[[Runner, Any], None]] = {
+    life.Prefill: Runner._prefill,
+    life.Decode: Runner._decode,
+    life.Relay: Runner._relay,
+    life.Peek: Runner._peek,
+    life.Answer: Runner._answer,
+    life.BreakOff: Runner._break_off,
+    life.Release: Runner._release,
+    life.ToFirstByte: Runner._to_first_byte,
+    life.Close: Runner._close,
+}

@@ -1,0 +1,93 @@
+"""What every request of one serving port shares. Put together in cli.py; decides nothing, does nothing."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sidecar.config import Settings
+from sidecar.connectors import Connector
+from sidecar.connectors.connector import EngineFacts, Handoff
+from sidecar.decision.guards import Decision, Mode
+from sidecar.edge.engine import EnginePool
+from sidecar.exchange.budget import Budget
+from sidecar.exchange.failures import Row
+from sidecar.exchange.life import Exchange
+from sidecar.prefill.endpoints import Endpoint, Endpoints
+
+
+@dataclass(slots=True)
+class Live:
+    """What may change while requests run; read once per request."""
+
+    mode: Mode
+    draining: bool = False
+    engine_facts: EngineFacts = field(default_factory=EngineFacts)
+
+
+@dataclass(slots=True)
+class Times:
+    """When one request passed which point; seconds of `time.monotonic` (uvloop's own
+    clock counts whole milliseconds); 0.0: it did not."""
+
+    complete: float = 0.0
+    """The request was read."""
+    prefill_sent: float = 0.0
+    prefill_done: float = 0.0
+    decode_sent: float = 0.0
+    first_byte: float = 0.0
+    """The first byte of the answer's body went to the client."""
+    end: float = 0.0
+
+
+class Observer(Protocol):
+    """Hears of every step once; metrics, log and `/decisions` are made from it, so they cannot disagree."""
+
+    def decided(self, decision: Decision, elapsed_s: float) -> None: ...
+
+    def prefill_attempt(self, outcome: str) -> None: ...
+
+    def refused(self, row: Row) -> None:
+        """Answered before there was anything to decide."""
+
+    def finished(
+        self, api: str, exchange: Exchange, status: int, times: Times, request_id: bytes, client_left: bool
+    ) -> None: ...
+
+    def leg_started(self, leg: str) -> None: ...
+
+    def leg_ended(self, leg: str) -> None: ...
+
+    def engine_gone(self, fault: str, detail: str) -> None:
+        """The local engine takes no connection."""
+
+
+class PeerWatch(Protocol):
+    """Watches a prefill peer while the decode engine waits for its KV."""
+
+    def watch(self, endpoint: Endpoint, handoff: Handoff, silent: Callable[[str], None]) -> Callable[[], None]:
+        """Calls `silent` once the peer has not answered for `--pull-timeout`; returns how to stop watching."""
+
+
+class FactsSource(Protocol):
+    """Finds out block size and number of blocks of a prefill endpoint."""
+
+    def want(self, endpoint: Endpoint) -> None:
+        """Starts finding out if it is not known; returns at once."""
+
+
+@dataclass(slots=True)
+class Service:
+    """One serving port (one rank)."""
+
+    loop: asyncio.AbstractEventLoop
+    settings: Settings
+    live: Live
+    connector: Connector
+    endpoints: Endpoints
+    budget: Budget
+    engine: EnginePool
+    prefill_pool: Callable[[Endpoint], EnginePool]
+    observer: Observer
+    watch: PeerWatch
+    facts: FactsSource

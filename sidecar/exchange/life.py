@@ -1,0 +1,368 @@
+"""The life of one request: its states, the events that move it, the commands that come out. No I/O.
+
+The edge tells the machine what happened (a method call) and carries out the one command that it returns. What a
+fault leads to is looked up in the failure table; the machine adds only bookkeeping: which endpoints were tried,
+what is reserved, and that a handoff is used once. `close` gives back whatever is still held, however it ended.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from sidecar.connectors.connector import Connector, Handoff, PrefillAnswer, Rejection, Source
+from sidecar.decision.guards import Decision, Kind
+from sidecar.exchange.budget import Budget
+from sidecar.exchange.failures import TABLE, Row, Stage, Then, prefill_fault
+from sidecar.prefill.endpoints import Endpoint, Endpoints
+
+# -- commands ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Send the prefill leg to `endpoint`."""
+
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Send the decode leg to the local engine, with `handoff` or without one."""
+
+    handoff: Handoff | None
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Pass on the answer at hand: the prefill endpoint's whole one, or the decode engine's from its head on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """Hold the decode engine's answer back until its first event says whether the KV could be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer with our own error."""
+
+    row: Row
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BreakOff:
+    """The answer cannot be completed: say so in the stream, or cut it."""
+
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give `handoff` back to the prefill engine; nobody waits for an answer."""
+
+    handoff: Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class ToFirstByte:
+    """Nobody waits any more, but the engine is let to its first byte before its connection is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close what is open; nobody waits for an answer."""
+
+
+Command = Prefill | Decode | Relay | Peek | Answer | BreakOff | Release | ToFirstByte | Close
+
+RELAY, PEEK, TO_FIRST_BYTE, CLOSE = Relay(), Peek(), ToFirstByte(), Close()
+
+
+# -- what happened, for metrics, logs and /decisions ---------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault that a request met. `detail` names addresses and types, never what a client sent."""
+
+    row: Row
+    endpoint: str
+    detail: str
+
+
+_decode_answer = msgspec.json.Decoder(PrefillAnswer).decode
+
+
+class Exchange:
+    """One request that has been read and decided on."""
+
+    __slots__ = (
+        "_attempts_left",
+        "_budget",
+        "_connector",
+        "_endpoints",
+        "_handoff_born",
+        "_held_tokens",
+        "_lease_s",
+        "_now",
+        "_prefilling",
+        "_recompute_on_failure",
+        "_tried",
+        "decision",
+        "faults",
+        "handoff",
+        "handoff_outcome",
+        "on_attempt",
+        "prefill_endpoint",
+        "reason",
+        "remote",
+        "stage",
+        "what",
+    )
+
+    def __init__(
+        self,
+        decision: Decision,
+        *,
+        connector: Connector,
+        endpoints: Endpoints,
+        budget: Budget,
+        now: Callable[[], float],
+        attempts: int,
+        recompute: bool,
+        lease_s: float,
+        on_attempt: Callable[[str], None],
+    ) -> None:
+        """`now` is a monotonic clock; `lease_s` is how old a handoff may get; `on_attempt` hears the outcome of
+        each prefill attempt."""
+        self.decision = decision
+        self.what = decision.kind
+        """What became of the request so far."""
+        self.reason = decision.reason
+        self.stage = Stage.READING
+        self.prefill_endpoint: Endpoint | None = None
+        self.handoff: Handoff | None = None
+        """The one handoff, while it is alive."""
+        self.handoff_outcome = ""
+        self.faults: list[Fault] = []
+        self.on_attempt = on_attempt
+        self._connector = connector
+        self._endpoints = endpoints
+        self._budget = budget
+        self._now = now
+        self._attempts_left = attempts
+        self._recompute_on_failure = recompute
+        self._lease_s = lease_s
+        self._tried: list[Endpoint] = []
+        self._prefilling = False
+        self._held_tokens = -1
+        self._handoff_born = 0.0
+        self.remote = False
+        """A decode leg carried a handoff and it has not failed."""
+
+    # -- events --
+
+    def start(self) -> Command:
+        """The request is read and decided on."""
+        decision = self.decision
+        if decision.kind is Kind.REFUSED:
+            return self.fault(decision.reason, decision.detail)
+        if decision.kind is Kind.REMOTE:
+            self.stage = Stage.PREFILL
+            return self._next_prefill() or self.fault("none_usable")
+        if decision.budgeted:
+            self.stage = Stage.PREFILL
+            return self._policy(TABLE[Stage.PREFILL, "none_usable"], decision.reason)
+        self.stage = Stage.DECODE
+        return Decode(None)
+
+    def prefill_answered(self, status: int, body: bytes, born: float, block_size: int) -> Command:
+        """The prefill endpoint's whole answer is here. `born`: when its head came, from when on the lease is
+        counted; `block_size`: the local engine's, 0 if unknown."""
+        if status != 200:
+            return self.fault(prefill_fault(status), f"status {status}")
+        endpoint = self._end_prefill("ok")
+        self.stage = Stage.HANDOFF
+        try:
+            answer = _decode_answer(body)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            return self._no_kv(Rejection("invalid", f"the prefill answer: {str(error).splitlines()[0][:200]}"))
+        source = Source(endpoint.hosts, endpoint.facts, block_size)
+        result = self._connector.read(answer, source)
+        if isinstance(result, Rejection):
+            return self._no_kv(result)
+        if result.empty:  # nothing to pull, nothing is wrong, and the decode engine must not be asked to
+            self.handoff_outcome = "used"
+            endpoint.breaker.succeeded()
+            self.stage = Stage.DECODE
+            return Decode(None)
+        self.handoff = result
+        self._handoff_born = born
+        return Decode(result)
+
+    def _no_kv(self, rejection: Rejection) -> Command:
+        self._endpoints.brought_no_kv()
+        self.handoff_outcome = "invalid"
+        return self.fault(rejection.fault, rejection.detail)
+
+    def decode_connected(self) -> Command | None:
+        """A connection to the decode engine is there; None: go ahead and send. The handoff's last check."""
+        if self.handoff is not None and self._now() - self._handoff_born >= self._lease_s:
+            self.handoff = None
+            self.handoff_outcome = "expired"
+            return self.fault("expired", f"older than {self._lease_s:g} s")
+        return None
+
+    def decode_sent(self) -> None:
+        """The decode leg is on its way. From here on the handoff is spent, whatever happens."""
+        if self.handoff is None:
+            self.stage = Stage.DECODE
+            return
+        self.stage = Stage.PULL
+        self.remote = True
+        self.handoff = None
+        self.handoff_outcome = "used"
+
+    def decode_answered(self, status: int, is_event_stream: bool) -> Command:
+        """The decode engine's head is here."""
+        if self.stage is Stage.PULL:
+            if status >= 500:
+                return self.fault("server_error", f"status {status}")
+            if status == 200 and is_event_stream:
+                return PEEK
+            if status == 200:
+                self._pulled()
+        self._streaming()
+        return RELAY
+
+    def first_event(self, is_error: bool) -> Command:
+        """The stream that is held back has shown what it is."""
+        if is_error:
+            return self.fault("error_event")
+        self._pulled()
+        self._streaming()
+        return RELAY
+
+    def fault(self, name: str, detail: str = "") -> Command:
+        """Something went wrong, or the client left (`client_left`). `name` is a fault of the current stage."""
+        row = TABLE[self.stage, name]
+        endpoint = self.prefill_endpoint
+        self.faults.append(Fault(row, endpoint.label if endpoint is not None else "", detail))
+        if self._prefilling:
+            self._end_prefill(name)
+        elif row.blames and endpoint is not None:
+            self._blame(endpoint, name)
+        match row.then:
+            case Then.ANSWER:
+                self.what, self.reason = Kind.REFUSED, row.reason
+                self._strand()
+                return Answer(row, detail)
+            case Then.RELAY:
+                return RELAY
+            case Then.NEXT:
+                self.stage = Stage.PREFILL
+                return self._next_prefill() or self._policy(row, row.reason, detail)
+            case Then.POLICY:
+                return self._policy(row, row.reason, detail)
+            case Then.BREAK_OFF:
+                return BreakOff(row)
+            case Then.RELEASE:
+                handoff, self.handoff = self.handoff, None
+                if handoff is None:
+                    return CLOSE
+                self.handoff_outcome = "released"
+                return Release(handoff)
+            case Then.TO_FIRST_BYTE:
+                return TO_FIRST_BYTE
+            case Then.CLOSE:
+                return CLOSE
+
+    def summary(self) -> str:
+        """What became of the request, for `x-pd-decision`."""
+        if self.what is Kind.REMOTE and self.prefill_endpoint is not None:
+            return f"remote; prefill={self.prefill_endpoint.label}"
+        return f"{self.what}; reason={self.reason}"
+
+    def close(self) -> None:
+        """The request is over, in whatever way: everything reserved is given back. May be called twice."""
+        if self._prefilling:
+            self._end_prefill("client_left")
+        if self.prefill_endpoint is not None:
+            self.prefill_endpoint.breaker.abandoned()  # a trial that ended without a verdict
+        self._strand()
+        self._give_back_budget()
+
+    # -- steps --
+
+    def _next_prefill(self) -> Command | None:
+        if not self._attempts_left:
+            return None
+        candidates = list(self.decision.candidates)
+        endpoint = self._endpoints.choose(candidates, self._tried, ordered=self.decision.ordered)
+        if endpoint is None:
+            return None
+        self._attempts_left -= 1
+        self._tried.append(endpoint)
+        self.prefill_endpoint = endpoint
+        self._prefilling = True
+        self.handoff_outcome = ""
+        self._endpoints.begin(endpoint)
+        return Prefill(endpoint)
+
+    def _end_prefill(self, outcome: str) -> Endpoint:
+        endpoint = self.prefill_endpoint
+        assert endpoint is not None
+        self._prefilling = False
+        self._endpoints.end(endpoint)
+        self.on_attempt(outcome)
+        row = TABLE.get((Stage.PREFILL, outcome))
+        if row is not None and row.blames:
+            self._blame(endpoint, outcome)
+        elif row is not None:
+            endpoint.breaker.abandoned()
+        return endpoint
+
+    def _blame(self, endpoint: Endpoint, fault: str) -> None:
+        # What costs a timeout, or can be known at once, is not tried again and again.
+        self._endpoints.failed(
+            endpoint, at_once=fault in ("refused", "unreachable", "peer_silent", "side_channel_dead")
+        )
+
+    def _policy(self, row: Row, reason: str, detail: str = "") -> Command:
+        self._strand()
+        self.remote = False
+        if not self._recompute_on_failure:
+            self.what, self.reason = Kind.REFUSED, row.reason
+            return Answer(row, detail)
+        tokens = self.decision.estimated_tokens
+        if not self._budget.take(tokens):
+            self.what, self.reason = Kind.REFUSED, "over_budget"
+            return Answer(TABLE[Stage.DECODE, "over_budget"], detail)
+        self._held_tokens = tokens
+        if self.decision.kind is Kind.REMOTE:
+            self.what = Kind.RECOMPUTE
+        self.reason = reason
+        self.stage = Stage.DECODE
+        return Decode(None)
+
+    def _pulled(self) -> None:
+        endpoint = self.prefill_endpoint
+        assert endpoint is not None
+        self._endpoints.brought_kv(endpoint)
+
+    def _streaming(self) -> None:
+        self.stage = Stage.STREAMING
+        self._give_back_budget()  # the prompt is computed; from here on it is a stream like any other
+
+    def _strand(self) -> None:
+        """A handoff that will never be used: its blocks stay on the prefill engine until the lease ends."""
+        if self.handoff is not None:
+            self.handoff = None
+            self.handoff_outcome = "stranded"
+
+    def _give_back_budget(self) -> None:
+        if self._held_tokens >= 0:
+            self._budget.give_back(self._held_tokens)
+            self._held_tokens = -1

@@ -1,0 +1,65 @@
+"""Looks at the first events of an SSE stream to tell a working pull from a failed one.
+
+With `kv_load_failure_policy: fail` (its default) vLLM sends status 200 at once and, when the KV cannot be
+loaded, an error as first event. Until that event is seen the client gets nothing, so a local try stays possible.
+"""
+
+from enum import Enum, auto
+
+from sidecar.exchange.apis import Api
+
+MAX_PEEK_BYTES = 65536
+"""More than any preamble; a stream that says nothing within it is taken as good."""
+
+_ERROR_DATA = (b'{"error"', b'{"object":"error"', b'{"type":"error"')
+_ERROR_EVENTS = (b"error", b"response.failed")
+
+
+class Verdict(Enum):
+    """What the stream's beginning says."""
+
+    UNDECIDED = auto()
+    GOOD = auto()
+    ERROR = auto()
+
+
+class FirstEvents:
+    """Feed it the body as it arrives (chunk framing removed)."""
+
+    __slots__ = ("_buffer", "_preamble")
+
+    def __init__(self, api: Api) -> None:
+        self._buffer = bytearray()
+        self._preamble = api.preamble
+
+    def feed(self, data: bytes) -> Verdict:
+        self._buffer += data
+        while True:
+            end = self._buffer.find(b"\n\n")
+            crlf = self._buffer.find(b"\r\n\r\n")
+            if crlf >= 0 and (end < 0 or crlf < end):
+                end, width = crlf, 4
+            else:
+                width = 2
+            if end < 0:
+                return Verdict.GOOD if len(self._buffer) > MAX_PEEK_BYTES else Verdict.UNDECIDED
+            verdict = self._judge(bytes(self._buffer[:end]))
+            if verdict is not Verdict.UNDECIDED:
+                return verdict
+            del self._buffer[: end + width]
+
+    def _judge(self, event: bytes) -> Verdict:
+        kind, data = b"", b""
+        for line in event.splitlines():
+            name, _, value = line.partition(b":")
+            if name == b"event":
+                kind = value.strip()
+            elif name == b"data" and not data:
+                data = value.strip()
+        if not kind and not data:
+            return Verdict.UNDECIDED  # a comment, sent to keep the connection alive
+        if kind in self._preamble:
+            return Verdict.UNDECIDED
+        if kind in _ERROR_EVENTS or data.replace(b" ", b"").startswith(_ERROR_DATA):
+            return Verdict.ERROR
+        return Verdict.GOOD

@@ -1,0 +1,63 @@
+"""Corrects the cached-token count in an answer's usage, in place and without changing its length.
+
+A decode engine that pulled a prompt counts all of it as cached unless the handoff said how much the *prefill*
+engine had cached (`remote_prefill_cached_tokens`, vLLM 0.32 output_processor.py). Engines that do not know the
+key are corrected here: JSON allows white space after a number, and the true count is never the longer one, so
+the digits are overwritten and padded. Nothing is re-framed, and no event waits for another.
+"""
+
+from sidecar.exchange.apis import Api
+
+_DIGITS = b"0123456789"
+_MAX_DIGITS = 19
+
+
+class CachedTokens:
+    """Feed it the body piece by piece; it returns the pieces to send on, never more than one behind.
+
+    What is held back is a tail that may be the beginning of the field; `flush()` returns it at the end.
+    """
+
+    __slots__ = ("_field", "_held", "_value")
+
+    def __init__(self, api: Api, cached_tokens: int) -> None:
+        self._field = api.cached_tokens
+        self._value = b"%d" % cached_tokens
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        data = self._held + data
+        out = bytearray()
+        at = 0
+        while True:
+            begin = data.find(self._field, at)
+            if begin < 0:
+                keep = self._partial_field(data, at)
+                break
+            number = begin + len(self._field)
+            while data[number : number + 1] == b" ":
+                number += 1
+            end = number
+            while end < len(data) and data[end] in _DIGITS and end - number < _MAX_DIGITS:
+                end += 1
+            if end == len(data):  # the number may go on in the next piece
+                keep = begin
+                break
+            out += data[at:number]
+            width = end - number
+            out += self._value.ljust(width) if 0 < len(self._value) <= width else data[number:end]
+            at = end
+        out += data[at:keep]
+        self._held = data[keep:]
+        return bytes(out)
+
+    def flush(self) -> bytes:
+        held, self._held = self._held, b""
+        return held
+
+    def _partial_field(self, data: bytes, at: int) -> int:
+        """Offset from which `data` might be the beginning of the field."""
+        for size in range(min(len(self._field) - 1, len(data) - at), 0, -1):
+            if data.endswith(self._field[:size]):
+                return len(data) - size
+        return len(data)

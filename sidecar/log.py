@@ -1,0 +1,59 @@
+"""Log lines: text or JSON on standard error, one per change of state, repeated causes folded into a count."""
+
+import json
+import logging
+import sys
+import time
+
+REPEAT_AFTER_S = 10.0
+MAX_CAUSES = 1024
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure(log_format: str, level: str) -> None:
+    """Sets up the process's log."""
+    formatter = (
+        JsonFormatter()
+        if log_format == "json"
+        else logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    )
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.getLogger("aiohttp").setLevel(logging.WARNING)
+
+
+class Limited:
+    """Says a cause once, and while it goes on once in ten seconds, with how often it was left unsaid."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._said: dict[str, tuple[float, int]] = {}
+
+    def warning(self, cause: str, message: str, *args: object) -> None:
+        now = time.monotonic()
+        last, unsaid = self._said.get(cause, (-REPEAT_AFTER_S, 0))
+        if now - last < REPEAT_AFTER_S:
+            self._said[cause] = (last, unsaid + 1)
+            return
+        if len(self._said) >= MAX_CAUSES:
+            self._said.clear()
+        self._said[cause] = (now, 0)
+        if unsaid:
+            message += f" [{unsaid} more of these since the last line]"
+        self._log.warning(message, *args)

@@ -1,0 +1,68 @@
+"""The breaker of one prefill endpoint: when to stop paying for an endpoint that brings nothing. No I/O."""
+
+import random
+from enum import IntEnum
+
+FAILURES_TO_OPEN = 3
+"""In a row. A connection that cannot be made opens at once: waiting for it again costs the connect timeout."""
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+
+
+class State(IntEnum):
+    """Also the value of the metric `breaker_state`."""
+
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
+
+
+class Breaker:
+    """Closed: used. Open: not used until a pause is over, which doubles with every failed trial.
+    Half open: one request at a time tries."""
+
+    __slots__ = ("_failures", "_pause_s", "_random", "_reopens_at", "_trial", "state")
+
+    def __init__(self, random_: random.Random | None = None) -> None:
+        self.state = State.CLOSED
+        self._failures = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._reopens_at = 0.0
+        self._trial = False
+        self._random = random_ or random.Random()  # noqa: S311
+
+    def admits(self, now: float) -> bool:
+        """Whether a request may use the endpoint now. Does not reserve the trial: `begin` does."""
+        if self.state is State.CLOSED:
+            return True
+        if self.state is State.OPEN:
+            return now >= self._reopens_at
+        return not self._trial
+
+    def begin(self) -> None:
+        """A request that `admits` let through uses the endpoint."""
+        if self.state is not State.CLOSED:
+            self.state = State.HALF_OPEN
+            self._trial = True
+
+    def succeeded(self) -> None:
+        self.state = State.CLOSED
+        self._failures = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._trial = False
+
+    def failed(self, now: float, *, at_once: bool = False) -> None:
+        """`at_once` opens without waiting for more failures."""
+        self._failures += 1
+        if self.state is State.CLOSED and not at_once and self._failures < FAILURES_TO_OPEN:
+            return
+        if self.state is State.HALF_OPEN:
+            self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+        self.state = State.OPEN
+        self._trial = False
+        # Up to a fifth later, so that many sidecars do not try a returning endpoint in the same instant.
+        self._reopens_at = now + self._pause_s * (1 + 0.2 * self._random.random())
+
+    def abandoned(self) -> None:
+        """The request ended without saying anything about the endpoint (the client left, a 4xx)."""
+        self._trial = False

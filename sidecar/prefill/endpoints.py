@@ -1,0 +1,161 @@
+"""The known prefill endpoints and the choice among them. Decides, and does no I/O.
+
+An endpoint is known because it is configured or because an allowed header named it; the latter are forgotten
+when they are idle and their number grows beyond a bound.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from sidecar.connectors.connector import EngineFacts
+from sidecar.prefill.address import Address, AllowList, BadAddress, parse
+from sidecar.prefill.breaker import Breaker, State
+
+MAX_ENDPOINTS = 512
+"""Endpoints that headers brought, kept at once: bounds memory and label sets."""
+
+NO_KV_TO_BE_INEFFECTIVE = 5
+"""Prefill answers in a row without a usable handoff until `effective` reads 0."""
+
+
+class NotAllowed(ValueError):
+    """A header names endpoints of which none may be contacted."""
+
+
+@dataclass(eq=False, slots=True)
+class Endpoint:
+    """One prefill endpoint, shared by all requests that use it."""
+
+    address: Address
+    configured: bool
+    label: str = ""
+    in_flight: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
+    facts: EngineFacts = field(default_factory=EngineFacts)
+    peer_host: str = ""
+    """IP address that last answered here; what a handoff may name besides the configured host."""
+
+    def __post_init__(self) -> None:
+        self.label = str(self.address)
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        return frozenset({self.address.host, self.peer_host} - {""})
+
+
+class Endpoints:
+    """All of them. `now` is a monotonic clock in seconds."""
+
+    def __init__(self, configured: Iterable[Address], allow: AllowList, now: Callable[[], float]) -> None:
+        self._now = now
+        self._allow = allow
+        self.configured = [Endpoint(address, configured=True) for address in dict.fromkeys(configured)]
+        self._known = {endpoint.address: endpoint for endpoint in self.configured}
+        self._header_cache: dict[bytes, tuple[Address, ...]] = {}
+        self._no_kv = 0
+        self._random = random.Random()  # noqa: S311
+
+    def __iter__(self) -> Iterator[Endpoint]:
+        return iter(self._known.values())
+
+    def candidates(self, header: list[bytes]) -> list[Endpoint]:
+        """Who may prefill this request: the header's endpoints in their order, else the configured ones.
+
+        Raises `BadAddress` for a header that is no address, `NotAllowed` if it names only foreign ones.
+        """
+        if not header:
+            return self.configured
+        return self._named(b",".join(header) if len(header) > 1 else header[0])
+
+    def _named(self, value: bytes) -> list[Endpoint]:
+        addresses = self._header_cache.get(value)
+        if addresses is None:
+            addresses = self._parse_header(value)
+            if len(self._header_cache) >= MAX_ENDPOINTS:
+                self._header_cache.clear()
+            self._header_cache[value] = addresses
+        found = []
+        for address in addresses:
+            endpoint = self._known.get(address)
+            if endpoint is None and self._allow.admits(address):
+                endpoint = self._learn(address)
+            if endpoint is not None:
+                found.append(endpoint)
+        if not found:
+            raise NotAllowed(", ".join(map(str, addresses)))
+        return found
+
+    @staticmethod
+    def _parse_header(value: bytes) -> tuple[Address, ...]:
+        try:
+            text = value.decode("ascii")
+        except UnicodeDecodeError:
+            raise BadAddress("x-prefiller-host-port is not ASCII") from None
+        addresses = tuple(dict.fromkeys(parse(part) for part in text.split(",") if part.strip()))
+        if not addresses:
+            raise BadAddress("x-prefiller-host-port is empty")
+        if len(addresses) > 64:
+            raise BadAddress("x-prefiller-host-port names more than 64 endpoints")
+        return addresses
+
+    def _learn(self, address: Address) -> Endpoint:
+        if len(self._known) >= len(self.configured) + MAX_ENDPOINTS:
+            for old in list(self._known.values()):
+                if not old.configured and not old.in_flight:
+                    del self._known[old.address]
+                    break
+        endpoint = self._known[address] = Endpoint(address, configured=False)
+        return endpoint
+
+    def choose(self, candidates: list[Endpoint], tried: list[Endpoint], *, ordered: bool) -> Endpoint | None:
+        """The next endpoint to try, or None. One that was tried comes again only if there is no other at all.
+
+        `ordered` keeps the order of the header; otherwise the least loaded one, ties broken by chance.
+        """
+        now = self._now()
+        if len(candidates) == 1:  # the common case
+            only = candidates[0]
+            return only if only.breaker.admits(now) else None
+        usable = [endpoint for endpoint in candidates if endpoint not in tried and endpoint.breaker.admits(now)]
+        if not usable:
+            return None
+        if ordered or len(usable) == 1:
+            return usable[0]
+        least = min(endpoint.in_flight for endpoint in usable)
+        return self._random.choice([endpoint for endpoint in usable if endpoint.in_flight == least])
+
+    def any_usable(self, candidates: list[Endpoint]) -> bool:
+        now = self._now()
+        return any(endpoint.breaker.admits(now) for endpoint in candidates)
+
+    # -- what came of it --
+
+    def begin(self, endpoint: Endpoint) -> None:
+        endpoint.in_flight += 1
+        endpoint.breaker.begin()
+
+    def end(self, endpoint: Endpoint) -> None:
+        endpoint.in_flight -= 1
+
+    def failed(self, endpoint: Endpoint, *, at_once: bool = False) -> bool:
+        """Counts a failure against the endpoint; True if its breaker opened by it."""
+        was = endpoint.breaker.state
+        endpoint.breaker.failed(self._now(), at_once=at_once)
+        return endpoint.breaker.state is State.OPEN and was is not State.OPEN
+
+    def brought_kv(self, endpoint: Endpoint) -> bool:
+        """A pull worked; True if the endpoint's breaker closed by it."""
+        was = endpoint.breaker.state
+        endpoint.breaker.succeeded()
+        self._no_kv = 0
+        return was is not State.CLOSED
+
+    def brought_no_kv(self) -> None:
+        """A prefill was paid for and brought nothing."""
+        self._no_kv += 1
+
+    @property
+    def effective(self) -> bool:
+        """False when remote prefills are paid for and bring no KV."""
+        return self._no_kv < NO_KV_TO_BE_INEFFECTIVE

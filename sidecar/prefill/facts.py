@@ -1,0 +1,41 @@
+"""Keeps the facts of prefill endpoints: asked for when an endpoint is first used, and again while unknown."""
+
+from collections.abc import Callable
+
+from sidecar.background import Background
+from sidecar.prefill.endpoints import Endpoint
+from sidecar.prefill.probe import EngineProbe
+
+TIMEOUT_S = 5.0
+PAUSE_S = 10.0
+"""Between two attempts at an endpoint that does not tell."""
+REFRESH_S = 300.0
+"""An endpoint may come back as another engine on the same address."""
+
+
+class FactsKeeper:
+    """Fills `Endpoint.facts` in the background."""
+
+    def __init__(
+        self, background: Background, probe: Callable[[Endpoint], EngineProbe], now: Callable[[], float]
+    ) -> None:
+        self._background = background
+        self._probe = probe
+        self._now = now
+        self._next: dict[Endpoint, float] = {}
+
+    def want(self, endpoint: Endpoint) -> None:
+        """Starts asking if it is time to; returns at once."""
+        now = self._now()
+        if now < self._next.get(endpoint, 0.0):
+            return
+        if len(self._next) > 4096:
+            self._next.clear()
+        self._next[endpoint] = now + PAUSE_S
+        self._background.start(f"facts of {endpoint.label}", self._ask(endpoint))
+
+    async def _ask(self, endpoint: Endpoint) -> None:
+        facts = await self._probe(endpoint).facts(TIMEOUT_S)
+        if facts.block_size:
+            endpoint.facts = facts
+            self._next[endpoint] = self._now() + REFRESH_S
