@@ -22,9 +22,10 @@ import msgspec
 
 from tests.engine import nixl
 from tests.engine.blocks import Allocation, BlockPool, Kv, chain, root, seed_of
-from tests.engine.tokens import BYTES_PER_TOKEN, EOS_TOKEN, encode, natural_length, words
+from tests.engine.tokens import EOS_TOKEN, encode, natural_length, words
 
 _HANDOFF_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+BYTES_OF_KV_PER_TOKEN = 256  # of an invented, tiny model
 DEAD_MESSAGE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 
@@ -132,6 +133,7 @@ class Core:
         self.waiting: deque[Run] = deque()
         self.aborted = 0
         self.counters: Counter[str] = Counter()
+        self.sums: dict[str, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         # Who was met: engine id -> agent blob, and which engine answers at an address.
@@ -190,6 +192,24 @@ class Core:
     @property
     def frozen(self) -> bool:
         return not self.thawed.is_open
+
+    # -- what /metrics shows
+
+    @property
+    def active(self) -> list[Run]:
+        return list(self.running.values())
+
+    @property
+    def pulling(self) -> int:
+        """Requests whose KV is on its way."""
+        return sum(1 for run in self.active if run.is_pulling)
+
+    def observe(self, name: str, value: float) -> None:
+        self.counters[f"{name}_count"] += 1
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def observed(self, name: str) -> tuple[int, float]:
+        return self.counters[f"{name}_count"], self.sums.get(name, 0.0)
 
     # -- requests
 
@@ -396,8 +416,11 @@ class Run:
         self.job = job
         # Eight random hex digits make the engine's own id unique (v1/engine/input_processor.py:371).
         self.key = f"{job.request_id}-{uuid.uuid4().hex[:8]}"
+        self.arrived_at = time.perf_counter()
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.cached_tokens = 0
+        # Prompt tokens computed here whose blocks are in the prefix cache now (v1/metrics/stats.py:342).
+        self.created_tokens = 0
         self.kv_transfer_params: dict[str, Any] | None = None
         self.generated = 0
         self.finish_reason: str | None = None
@@ -455,11 +478,14 @@ class Run:
             self._compute(hits)
             if core.limits.prefill_seconds_per_1k_tokens and computed:
                 await self._sleep(core.limits.prefill_seconds_per_1k_tokens * computed / 1000)
-        self._seed = seed_of(core.pool.read(self._block_ids[: len(self._contents)]))
-        if pulled:
-            self._seed = seed_of(self._contents)
+        self._seed = seed_of(self._contents)
         core.pool.cache(self._block_ids, self._keys)
+        self.created_tokens = max(0, len(self._keys) * block_size - local_hit - external)
         self._count_prompt(local_hit, external, computed)
+
+    @property
+    def is_pulling(self) -> bool:
+        return self._pulling is not None
 
     def allocate(self) -> bool:
         """Called by the scheduler. At least the last token is always computed, so it is never a hit."""
@@ -527,6 +553,7 @@ class Run:
     async def _pull(self, hits: int, remote: Any) -> bool:
         core, params = self.core, self._params
         blob = await core.meet(params)
+        began_at = time.perf_counter()
         peer: Core | None = nixl.fabric.get(blob)
         local = self._block_ids[hits:]
         ids = _first_group(remote)
@@ -548,8 +575,8 @@ class Run:
         contents = [kv.view(count) for kv, count in zip(peer.pool.read(ids), tokens_in, strict=True)]
         core.pool.write(local, contents)
         self._contents = core.pool.read(self._block_ids[:hits]) + contents
-        core.counters["nixl_xfer_count"] += 1
-        core.counters["nixl_bytes"] += len(local) * size * 256
+        core.observe("nixl_xfer_time_seconds", time.perf_counter() - began_at)
+        core.observe("nixl_bytes_transferred", len(local) * size * BYTES_OF_KV_PER_TOKEN)
         core.notify(params["remote_engine_id"], f"{params['remote_request_id']}", blob)
         self._params = {**params, "do_remote_prefill": False}
         return True
@@ -567,6 +594,11 @@ class Run:
         if (job.kv_params or {}).get("do_remote_prefill") and isinstance(remote_cached, int):
             self.cached_tokens = remote_cached
         counters["prompt_tokens_total"] += len(job.prompt)
+        counters["prompt_tokens_cached_total"] += local_hit + external
+        counters["external_prefix_cache_queries_total"] += len(job.prompt) - local_hit
+        counters["external_prefix_cache_hits_total"] += external
+        self.core.observe("time_to_first_token_seconds", time.perf_counter() - self.arrived_at)
+        self.core.observe("request_prompt_tokens", len(job.prompt))
         counters["prompt_tokens_local_compute"] += computed
         counters["prompt_tokens_local_cache_hit"] += local_hit
         counters["prompt_tokens_external_kv_transfer"] += external
@@ -636,6 +668,8 @@ class Run:
         self.finish_reason = reason
         core.counters[f"request_success_{reason}"] += 1
         core.counters["generation_tokens_total"] += self.generated
+        core.observe("request_generation_tokens", self.generated)
+        core.observe("e2e_request_latency_seconds", time.perf_counter() - self.arrived_at)
         if reason == "error":
             return
         self._write_generated()
@@ -788,6 +822,3 @@ class Gate:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-BYTES_OF_KV_PER_TOKEN = 64 * BYTES_PER_TOKEN

@@ -69,8 +69,8 @@ class Engine:
         self.enable_scale_out = enable_scale_out
         self.compat_salt = compat_salt
         self.limits = replace(Limits(), **limits)
+        self.version = VERSION
         self.fingerprint = f"vllm-{VERSION}-51b0d9e4"
-        self.sse_headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         self.faults = Faults(seed)
         self.server = Server(self._application, self.faults, keep_alive_seconds)
         self.cores: list[Core] = []
@@ -300,6 +300,9 @@ class Engine:
 
     async def _application(self, received: Received) -> Answer:
         try:
-            return await routes.dispatch(self, received)
+            answer = await routes.dispatch(self, received)
         except ApiError as error:
-            return error.answer()
+            answer = error.answer()
+        # starlette's CORS middleware, whether the request has an origin or not.
+        answer.appended.append((b"vary", b"Origin"))
+        return answer

@@ -36,6 +36,8 @@ _LINGER_RESET = struct.pack("ii", 1, 0)
 _STATUS_LINES = {int(s): f"HTTP/1.1 {int(s)} {s.phrase}\r\n".encode() for s in HTTPStatus}
 _WEBSOCKET_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+
 Headers = Sequence[tuple[bytes, bytes]]
 
 
@@ -87,11 +89,19 @@ class Answer:
     """What an application returns: JSON or bytes at once, or a stream of events."""
 
     status: int = 200
+    # Given headers come first, then the length and the type, then those that a middleware appends.
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    content_type: bytes | None = None
+    appended: list[tuple[bytes, bytes]] = field(default_factory=list)
     json: Any = None
     body: bytes | None = None
     events: AsyncGenerator[bytes, None] | None = None
     websocket: bool = False
+
+    @property
+    def type_headers(self) -> list[tuple[bytes, bytes]]:
+        kind = [(b"content-type", self.content_type)] if self.content_type is not None else []
+        return kind + self.appended
 
     def encoded(self) -> bytes:
         if self.body is not None:
@@ -374,7 +384,7 @@ class _Sender:
         if fault.status is not None:
             answer = _forced(fault)
         elif fault.error_event_first:
-            answer = Answer(events=_error_stream())
+            answer = Answer(content_type=EVENT_STREAM, events=_error_stream())
         else:
             answer = await self.connection.server.application(self.received)
         if self.connection._websocket is not None:
@@ -397,10 +407,10 @@ class _Sender:
 
     # -- head
 
-    async def _send_head(self, answer: Answer, framing: list[tuple[bytes, bytes]]) -> None:
+    async def _send_head(self, answer: Answer, headers: list[tuple[bytes, bytes]]) -> None:
         if self.fault.interim:
             await self.connection.write(self.fault.interim)
-        headers = [*self.connection.server.default_headers(), *framing, *answer.headers]
+        headers = [*self.connection.server.default_headers(), *headers]
         if (self.received.header("connection") or "").lower() == "close":
             headers.append((b"connection", b"close"))
         line = _STATUS_LINES.get(answer.status) or b"HTTP/1.1 %d \r\n" % answer.status
@@ -420,7 +430,7 @@ class _Sender:
         fault = self.fault
         self._edit(answer)
         body = answer.encoded()
-        headers: list[tuple[bytes, bytes]] = []
+        headers = list(answer.headers)
         if fault.pad_bytes:
             body = _padded(body, fault.pad_bytes)
         if fault.gzip:
@@ -428,6 +438,7 @@ class _Sender:
             headers.append((b"content-encoding", b"gzip"))
         if not fault.close_delimited and answer.status not in (204, 304):
             headers.append((b"content-length", b"%d" % (len(body) + fault.content_length_delta)))
+        headers += answer.type_headers
         await self._send_head(answer, headers)
         if self.received.method == "HEAD":
             return
@@ -482,9 +493,8 @@ class _Sender:
         if fault.gzip:
             packer = zlib.compressobj(wbits=31)
             answer.headers.append((b"content-encoding", b"gzip"))
-        # starlette puts the content type first and uvicorn adds the framing last.
-        answer.headers.extend(framing)
-        await self._send_head(answer, [])
+        # uvicorn adds its own framing last.
+        await self._send_head(answer, [*answer.headers, *answer.type_headers, *framing])
         source = _ragged(answer.events) if fault.ragged else answer.events
         async for event in source:
             if fault.cut_after_events is not None and self.received.events_sent >= fault.cut_after_events:
@@ -578,10 +588,9 @@ def _forced(fault: Fault) -> Answer:
     headers = [(name.encode(), value.encode()) for name, value in fault.headers]
     if fault.body is not None:
         return Answer(fault.status, headers, body=fault.body)
-    headers.append((b"content-type", b"application/json"))
     phrase = HTTPStatus(fault.status).phrase if fault.status in _STATUS_LINES else "Fault"
     error = {"message": f"injected {fault.status}", "type": phrase, "param": None, "code": fault.status}
-    return Answer(fault.status, headers, json={"error": error})
+    return Answer(fault.status, headers, b"application/json", json={"error": error})
 
 
 async def _error_stream() -> AsyncGenerator[bytes, None]:

@@ -13,20 +13,21 @@ from tests.engine.apis.schema import (
     COMMON,
     ApiError,
     boolean,
-    check_common,
+    check,
+    check_prompt_logprobs,
     check_sampling,
+    check_whole,
     either,
     integer,
-    invalid,
     json_answer,
     list_of,
     mapping,
     nullable,
     one_of,
-    parse,
-    require,
+    parse_json,
+    refused,
 )
-from tests.engine.wire import Answer, Received, json_bytes
+from tests.engine.wire import EVENT_STREAM, Answer, Received, json_bytes
 
 if TYPE_CHECKING:
     from tests.engine.core import Core
@@ -53,35 +54,37 @@ FIELDS = {
 
 
 def validate(body: dict[str, Any]) -> None:
-    check_common(body)
+    """The model's "before" validators (chat_completion/protocol.py), on the raw body."""
+    check_whole(body)
+    check_prompt_logprobs(body, "top_logprobs")
     top = body.get("top_logprobs")
     if top is not None:
         if top < 0 and top != -1:
-            raise invalid("`top_logprobs` must be a positive value or -1.", "top_logprobs")
+            raise refused("`top_logprobs` must be a positive value or -1.", "top_logprobs")
         if top and not body.get("logprobs"):
-            raise invalid("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+            raise refused("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
     _validate_tools(body)
     if body.get("continue_final_message") and body.get("add_generation_prompt"):
-        raise invalid("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        raise refused("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
 
 
 def _validate_tools(body: dict[str, Any]) -> None:
     tools = body.get("tools")
     if tools == []:
-        raise invalid("`tools` must not be an empty array.", "tools")
+        raise refused("`tools` must not be an empty array.", "tools")
     if "tool_choice" not in body and tools:
         body["tool_choice"] = "auto"
     choice = body.get("tool_choice")
     if choice in (None, "none"):
         return
     if tools is None:
-        raise invalid("When using `tool_choice`, `tools` must be set.", "tool_choice")
+        raise refused("When using `tool_choice`, `tools` must be set.", "tool_choice")
     if isinstance(choice, dict):
         function = choice.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid("Expected field `name` in `function` in `tool_choice`!", "tool_choice.function")
+            raise refused("Expected field `name` in `function` in `tool_choice`!", "tool_choice.function")
         if all(tool.get("function", {}).get("name") != function["name"] for tool in tools):
-            raise invalid(
+            raise refused(
                 "The tool specified in `tool_choice` does not match any of the specified `tools`",
                 "tool_choice",
             )
@@ -138,44 +141,46 @@ def prompt_of(body: dict[str, Any]) -> array[int]:
         )
         if not media and not body.get("echo"):
             if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
-                raise ApiError(
-                    400,
+                raise refused(
                     "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers.",
-                    param="kv_transfer_params.prompt_token_ids",
+                    "kv_transfer_params.prompt_token_ids",
                 )
             if max(ids) >= tokens.VOCAB_SIZE:
-                raise ApiError(
-                    400,
-                    f"Token id {max(ids)} is out of vocabulary",
-                    param="kv_transfer_params.prompt_token_ids",
-                )
+                raise refused(f"Token id {max(ids)} is out of vocabulary", "kv_transfer_params.prompt_token_ids")
             return array("I", ids)
+    if not body["messages"]:
+        raise ApiError(400, "Cannot apply chat template to an empty conversation. Provide at least one message.")
     return tokens.encode(render(body))
 
 
 async def create(engine: Engine, received: Received) -> Answer:
-    body = parse(received, FIELDS)
-    validate(body)
-    require(body, "messages")
+    return await serve(engine, received, parse_json(received))
+
+
+async def serve(engine: Engine, received: Received, raw: dict[str, Any]) -> Answer:
+    validate(raw)
+    body = check(raw, FIELDS, ("messages",))
     core, rank = engine.choose_core(received)
     async with serving.release_on_rejection(core, body.get("kv_transfer_params")):
         serving.check_model(engine, body.get("model"))
         serving.preflight(engine, core, body.get("n") or 1)
-        _check_tool_support(engine, body)
-        request = _Request(engine, body, received)
+        check_tool_support(engine, body)
+        request = Request(engine, body, received)
         if body.get("stream"):
-            return Answer(headers=engine.sse_headers, events=request.events(core, rank))
+            return Answer(content_type=EVENT_STREAM, events=request.events(core, rank))
         return json_answer(await request.whole(core, rank))
 
 
-def _check_tool_support(engine: Engine, body: dict[str, Any]) -> None:
+def check_tool_support(engine: Engine, body: dict[str, Any]) -> None:
     if body.get("tool_choice") == "auto" and not engine.tool_parser:
         raise ApiError(
             400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
         )
 
 
-class _Request:
+class Request:
+    """A chat request on its way: also what /v1/messages makes of its own."""
+
     def __init__(self, engine: Engine, body: dict[str, Any], received: Received) -> None:
         self.engine = engine
         self.body = body
@@ -237,6 +242,7 @@ class _Request:
                 len(self.prompt),
                 sum(len(result.token_ids) for result in results),
                 results[0].run.cached_tokens,
+                results[0].run.created_tokens,
             ),
             "prompt_logprobs": logprobs.prompt(self.body, self.prompt),
             "prompt_token_ids": list(self.prompt) if self.return_ids else None,
@@ -252,6 +258,7 @@ class _Request:
         continuous = include_usage and bool(options.get("continuous_usage_stats"))
         counts = [0] * self.samples
         cached: int | None = None
+        created = 0
         head = {
             "id": self.id,
             "object": "chat.completion.chunk",
@@ -275,7 +282,7 @@ class _Request:
         try:
             async for index, run, step in stream:
                 if cached is None:
-                    cached = run.cached_tokens
+                    cached, created = run.cached_tokens, run.created_tokens
                     for each in range(self.samples):
                         yield packed(
                             {
@@ -306,7 +313,7 @@ class _Request:
                 last = {
                     **head,
                     "choices": [],
-                    "usage": serving.usage(self.engine, len(self.prompt), sum(counts), cached),
+                    "usage": serving.usage(self.engine, len(self.prompt), sum(counts), cached, created),
                     "system_fingerprint": self.engine.fingerprint,
                 }
                 yield b"data: " + json_bytes(serving.without_nones(last)) + b"\n\n"

@@ -14,18 +14,20 @@ from tests.engine.apis.schema import (
     ApiError,
     anything,
     boolean,
-    check_common,
+    check,
+    check_prompt_logprobs,
     check_sampling,
+    check_whole,
     either,
     integer,
-    invalid,
     json_answer,
     list_of,
     nullable,
-    parse,
+    parse_json,
+    refused,
     string,
 )
-from tests.engine.wire import Answer, Received, json_bytes
+from tests.engine.wire import EVENT_STREAM, Answer, Received, json_bytes
 
 if TYPE_CHECKING:
     from tests.engine.core import Core, Job
@@ -44,17 +46,23 @@ FIELDS = {
 
 
 def validate(body: dict[str, Any]) -> None:
-    check_common(body)
-    logprobs_wanted = body.get("logprobs")
-    if logprobs_wanted is not None and logprobs_wanted < 0 and logprobs_wanted != -1:
-        raise invalid("`logprobs` must be a positive value or -1.", "logprobs")
+    """The model's "before" validators (completion/protocol.py), on the raw body."""
     if body.get("prompt") in (None, "") and not body.get("prompt_embeds"):
-        raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        raise refused("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    check_prompt_logprobs(body, "logprobs")
+    wanted = body.get("logprobs")
+    if wanted is not None and wanted < 0 and wanted != -1:
+        raise refused("`logprobs` must be a positive value or -1.", "logprobs", wanted)
+    check_whole(body)
 
 
 async def create(engine: Engine, received: Received) -> Answer:
-    body = parse(received, FIELDS)
-    validate(body)
+    return await serve(engine, received, parse_json(received))
+
+
+async def serve(engine: Engine, received: Received, raw: dict[str, Any]) -> Answer:
+    validate(raw)
+    body = check(raw, FIELDS)
     core, rank = engine.choose_core(received)
     async with serving.release_on_rejection(core, body.get("kv_transfer_params")):
         if body.get("stream") and body.get("use_beam_search"):
@@ -63,7 +71,7 @@ async def create(engine: Engine, received: Received) -> Answer:
         serving.preflight(engine, core, body.get("n", 1))
         request = _Request(engine, body, received)
         if body.get("stream"):
-            return Answer(headers=engine.sse_headers, events=request.events(core, rank))
+            return Answer(content_type=EVENT_STREAM, events=request.events(core, rank))
         return json_answer(await request.whole(core, rank))
 
 
@@ -208,9 +216,9 @@ def _prompts(body: dict[str, Any]) -> list[array[int]]:
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return [tokens.encode(prompt)]
-    if not isinstance(prompt, list):
-        return [array("I")]
-    if not prompt or isinstance(prompt[0], int):
+    if not prompt:
+        raise ApiError(400, "You must pass at least one prompt")
+    if isinstance(prompt[0], int):
         return [_ids(prompt)]
     return [tokens.encode(each) if isinstance(each, str) else _ids(each) for each in prompt]
 

@@ -1,12 +1,14 @@
 """Request validation and errors with vLLM's status codes and shapes.
 
 A small stand-in for the pydantic models of vllm/entrypoints: `Fields` says of which type each field is, in
-pydantic's lax mode. Knows no API.
+pydantic's lax mode. Two kinds of refusal look different, as in vLLM: a field of a wrong type ("Bad Request", by
+FastAPI) and a rule about the whole request ("BadRequestError", VLLMValidationError). Knows no API.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -37,9 +39,24 @@ class ApiError(Exception):
         return b"data: " + json.dumps(self.body).encode() + b"\n\n"
 
 
-def invalid(message: str, param: str | None = None) -> ApiError:
-    """What a pydantic validator refuses: the route is never entered, and no prefill engine is told."""
-    return ApiError(400, message, HTTPStatus.BAD_REQUEST.phrase, param)
+class FieldError(ApiError):
+    """Refused by FastAPI itself: the route is never entered, and no prefill engine is told of the handoff."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(400, message, HTTPStatus.BAD_REQUEST.phrase, param)
+
+
+_NO_VALUE = object()
+
+
+def refused(message: str, param: str | None = None, value: Any = _NO_VALUE) -> ApiError:
+    """A VLLMValidationError (vllm/exceptions.py:28), whose text names the parameter and its value."""
+    extras = [f"parameter={param}"] if param is not None else []
+    if value is not _NO_VALUE and value is not None:
+        extras.append(f"value={value}")
+    if extras:
+        message = f"{message} ({', '.join(extras)})"
+    return ApiError(400, message, "BadRequestError", param)
 
 
 def engine_dead() -> ApiError:
@@ -51,7 +68,7 @@ def generation_failed() -> ApiError:
 
 
 def json_answer(value: Any, status: int = 200) -> Answer:
-    return Answer(status, [(b"content-type", b"application/json")], json=value)
+    return Answer(status, content_type=b"application/json", json=value)
 
 
 Check = Callable[[Any], Any]
@@ -64,28 +81,30 @@ class _Wrong(Exception):
         self.kind = kind
 
 
-def parse(received: Received, fields: Fields, *, json_only: bool = True) -> dict[str, Any]:
-    """The body as a dictionary with every known field checked; unknown fields are kept (extra="allow")."""
+def parse_json(received: Received) -> dict[str, Any]:
+    """The body as an object, as FastAPI reads it: NaN, repeated keys and lone surrogates pass."""
     media_type = (received.header("content-type") or "").lower().split(";", 1)[0]
-    if json_only and media_type != "application/json":
-        raise invalid("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
+    if media_type != "application/json":
+        raise FieldError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
+    if not received.body:
+        raise _problem("missing", ("body",), "Field required", None)
     try:
         body = json.loads(received.body)
-    except UnicodeDecodeError:
-        raise ApiError(400, "There was an error parsing the body", "Bad Request") from None
     except json.JSONDecodeError as error:
-        if not received.body:
-            raise _problem("missing", ("body",), "Field required", None) from None
         raise _problem("json_invalid", ("body", error.pos), "JSON decode error", {}) from None
-    except RecursionError:
+    except (UnicodeDecodeError, RecursionError):
         raise ApiError(400, "There was an error parsing the body", "Bad Request") from None
     if not isinstance(body, dict):
         message = "Input should be a valid dictionary or object to extract fields from"
         raise _problem("model_attributes_type", ("body",), message, body)
-    return check(body, fields)
+    return body
 
 
-def check(body: dict[str, Any], fields: Fields, where: tuple[str, ...] = ("body",)) -> dict[str, Any]:
+def check(body: dict[str, Any], fields: Fields, required: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The body with every known field checked and converted; unknown ones are kept (extra="allow")."""
+    for name in required:
+        if name not in body:
+            raise _problem("missing", ("body", name), "Field required", body)
     checked = dict(body)
     for name, value in body.items():
         rule = fields.get(name)
@@ -94,20 +113,21 @@ def check(body: dict[str, Any], fields: Fields, where: tuple[str, ...] = ("body"
         try:
             checked[name] = rule(value)
         except _Wrong as wrong:
-            raise _problem(wrong.kind, (*where, name), str(wrong), value) from None
+            raise _problem(wrong.kind, ("body", name), str(wrong), value) from None
     return checked
 
 
-def require(body: dict[str, Any], name: str) -> None:
-    if name not in body:
-        raise _problem("missing", ("body", name), "Field required", body)
+def field_problem(name: str, message: str, value: Any) -> FieldError:
+    return _problem("value_error", ("body", name), f"Value error, {message}", value)
 
 
-def _problem(kind: str, where: tuple[Any, ...], message: str, value: Any) -> ApiError:
+def _problem(kind: str, where: tuple[Any, ...], message: str, value: Any) -> FieldError:
     path = ".".join(str(part) for part in where)
-    shown = value if isinstance(value, str | int | float | None) else f"<{type(value).__name__}>"
-    detail = {"type": kind, "loc": path, "msg": message, "input": shown}
-    return invalid(f"1 validation error:\n  {detail}", path)
+    shown = str(value)
+    if isinstance(value, list | dict):
+        shown = f"<{type(value).__name__} of {len(value)} items>"
+    detail = {"type": kind, "loc": path, "msg": message, "input": shown[:200]}
+    return FieldError(f"1 validation error:\n  {detail}", path)
 
 
 # -- checks, in pydantic's lax mode
@@ -119,10 +139,12 @@ def integer(minimum: int | None = None, maximum: int | None = None) -> Check:
             try:
                 value = int(value.strip())
             except ValueError:
-                raise _Wrong("int_parsing", "Input should be a valid integer") from None
+                raise _Wrong(
+                    "int_parsing", "Input should be a valid integer, unable to parse string as an integer"
+                ) from None
         if isinstance(value, float):
             if not value.is_integer():
-                raise _Wrong("int_from_float", "Input should be a valid integer, got a number with a fraction")
+                raise _Wrong("int_from_float", "Input should be a valid integer, got a fractional number")
             value = int(value)
         if not isinstance(value, int):
             raise _Wrong("int_type", "Input should be a valid integer")
@@ -147,11 +169,12 @@ def number(value: Any) -> float:
 
 
 def boolean(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in ("true", "1", "yes", "on", "y", "t"):
-        return True
-    if isinstance(value, str) and value.lower() in ("false", "0", "no", "off", "n", "f"):
-        return False
-    if value in (0, 1) and not isinstance(value, str):
+    if isinstance(value, str):
+        if value.lower() in ("true", "1", "yes", "on", "y", "t"):
+            return True
+        if value.lower() in ("false", "0", "no", "off", "n", "f"):
+            return False
+    elif value in (0, 1):
         return bool(value)
     raise _Wrong("bool_parsing", "Input should be a valid boolean, unable to interpret input")
 
@@ -173,12 +196,14 @@ def mapping(value: Any) -> dict[str, Any]:
     return value
 
 
-def list_of(item: Check, maximum: int | None = None) -> Check:
+def list_of(item: Check, minimum: int = 0, maximum: int | None = None) -> Check:
     def checked(value: Any) -> list[Any]:
         if not isinstance(value, list):
             raise _Wrong("list_type", "Input should be a valid list")
+        if len(value) < minimum:
+            raise _Wrong("too_short", f"List should have at least {minimum} item after validation")
         if maximum is not None and len(value) > maximum:
-            raise _Wrong("too_long", f"List should have at most {maximum} items")
+            raise _Wrong("too_long", f"List should have at most {maximum} items after validation")
         return [item(each) for each in value]
 
     return checked
@@ -218,13 +243,13 @@ def anything(value: Any) -> Any:
     return value
 
 
+_SCALAR = either(string(), number)
+
+
 def xargs(value: Any) -> dict[str, Any]:
     """`vllm_xargs`: strings, numbers and lists of them, so an object in it is a 400."""
-    scalar = either(string(), number)
     for each in mapping(value).values():
-        if each is None:
-            raise _Wrong("string_type", "Input should be a valid string")
-        either(scalar, list_of(scalar))(each)
+        either(_SCALAR, list_of(_SCALAR))(each)
     return dict(value)
 
 
@@ -241,7 +266,7 @@ COMMON: Fields = {
     "presence_penalty": nullable(number),
     "repetition_penalty": nullable(number),
     "seed": nullable(integer(INT64_MIN, INT64_MAX)),
-    "stop": nullable(either(string(), list_of(string(), 64))),
+    "stop": nullable(either(string(), list_of(string(), maximum=64))),
     "stop_token_ids": nullable(list_of(integer())),
     "include_stop_str_in_output": boolean,
     "ignore_eos": boolean,
@@ -270,76 +295,88 @@ COMMON: Fields = {
 }
 
 
-def check_common(body: dict[str, Any]) -> None:
-    """The validators of whole requests that several APIs share."""
-    for name in ("prompt_logprobs", "logprobs", "top_logprobs"):
-        value = body.get(name)
-        if value is not None and not isinstance(value, int | float):
-            raise invalid(f"1 validation error: `{name}` must be an integer.", name)
-    if body.get("stream_options") and not body.get("stream"):
-        raise invalid(
-            "1 validation error: Stream options can only be defined when `stream=True`.", "stream_options"
-        )
-    prompt_logprobs = body.get("prompt_logprobs")
-    if prompt_logprobs is not None:
-        if body.get("stream") and (prompt_logprobs > 0 or prompt_logprobs == -1):
-            raise invalid("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
-        if prompt_logprobs < 0 and prompt_logprobs != -1:
-            raise invalid("`prompt_logprobs` must be a positive value or -1.", "prompt_logprobs")
+def check_cache_salt(body: dict[str, Any]) -> None:
     salt = body.get("cache_salt")
-    if isinstance(salt, str) and (len(salt) > 128 or set(salt) & set("@/\\\0")):
-        raise invalid("`cache_salt` has forbidden characters or is too long.", "cache_salt")
-    response_format = body.get("response_format")
-    if not isinstance(response_format, dict) or response_format.get("type") != "json_schema":
+    if salt is None:
         return
-    if response_format.get("json_schema") is None:
-        raise invalid(
+    if not isinstance(salt, str) or not salt:
+        raise refused("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+    if len(salt) > 128 or set(salt) & set("@/\\\0"):
+        raise refused("Parameter 'cache_salt' has forbidden characters or is too long.", "cache_salt")
+
+
+def check_whole(body: dict[str, Any]) -> None:
+    """The "before" validators that completions and chat share; they see the raw body."""
+    check_cache_salt(body)
+    response_format = body.get("response_format")
+    if (
+        isinstance(response_format, dict)
+        and response_format.get("type") == "json_schema"
+        and response_format.get("json_schema") is None
+    ):
+        raise refused(
             "When response_format type is 'json_schema', the 'json_schema' field must be provided.",
             "response_format",
         )
+    if body.get("stream_options") and not body.get("stream"):
+        raise refused("Stream options can only be defined when `stream=True`.", "stream_options")
 
 
-def check_sampling(body: dict[str, Any], max_tokens: int) -> None:  # noqa: C901 one list of limits
-    """`SamplingParams._verify_args` (sampling_params.py:631): refused by the serving layer, so P is told."""
-
-    def number_of(name: str, default: float) -> float:
+def check_prompt_logprobs(body: dict[str, Any], *others: str) -> None:
+    for name in ("prompt_logprobs", *others):
         value = body.get(name)
-        return default if value is None else value
+        if value is not None and not isinstance(value, int | float):
+            raise refused(f"`{name}` must be an integer.", name, value)
+    wanted = body.get("prompt_logprobs")
+    if wanted is None:
+        return
+    if body.get("stream") and (wanted > 0 or wanted == -1):
+        raise refused("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+    if wanted < 0 and wanted != -1:
+        raise refused("`prompt_logprobs` must be a positive value or -1.", "prompt_logprobs", wanted)
 
-    def refuse(message: str, param: str | None = None) -> ApiError:
-        return ApiError(400, message, "BadRequestError", param)
 
-    samples = number_of("n", 1)
-    if samples < 1:
-        raise refuse(f"n must be at least 1, got {samples}.", "n")
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not -2.0 <= number_of(name, 0.0) <= 2.0:
-            raise refuse(f"{name} must be in [-2, 2], got {body[name]}.")
-    if number_of("repetition_penalty", 1.0) <= 0.0:
-        raise refuse(f"repetition_penalty must be greater than zero, got {body['repetition_penalty']}.")
-    temperature = number_of("temperature", 1.0)
+def check_sampling(body: dict[str, Any], max_tokens: int | None) -> None:
+    """`SamplingParams._verify_args` (sampling_params.py:631): refused by the serving layer, so P is told."""
+    for name, default, lowest, highest in (
+        ("presence_penalty", 0.0, -2.0, 2.0),
+        ("frequency_penalty", 0.0, -2.0, 2.0),
+        ("min_p", 0.0, 0.0, 1.0),
+    ):
+        value = _or(body.get(name), default)
+        if not lowest <= value <= highest:
+            raise refused(f"{name} must be in [{lowest:g}, {highest:g}], got {value}.")
+    if _or(body.get("n"), 1) < 1:
+        raise refused(f"n must be at least 1, got {body['n']}.")
+    if _or(body.get("repetition_penalty"), 1.0) <= 0.0:
+        raise refused(f"repetition_penalty must be greater than zero, got {body['repetition_penalty']}.")
+    temperature = _or(body.get("temperature"), 1.0)
+    if not math.isfinite(temperature):
+        raise refused(f"temperature must be a finite number, got {temperature}.", "temperature", temperature)
     if temperature < 0.0:
-        raise refuse(f"temperature must be non-negative, got {temperature}.", "temperature")
-    if not temperature <= 2.0:
-        raise refuse(f"temperature must be in [0, 2], got {temperature}.", "temperature")
-    if not 0.0 < number_of("top_p", 1.0) <= 1.0:
-        raise refuse(f"top_p must be in (0, 1], got {body['top_p']}.", "top_p")
-    if number_of("top_k", 0) < -1:
-        raise refuse(f"top_k must be 0 (disable), or at least 1, got {body['top_k']}.")
-    if not 0.0 <= number_of("min_p", 0.0) <= 1.0:
-        raise refuse(f"min_p must be in [0, 1], got {body['min_p']}.")
-    if max_tokens < 1:
-        raise refuse(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens")
-    min_tokens = number_of("min_tokens", 0)
+        raise refused(f"temperature must be non-negative, got {temperature}.", "temperature", temperature)
+    if temperature > 2.0:
+        raise refused(f"temperature must be in [0, 2], got {temperature}.", "temperature", temperature)
+    top_p = _or(body.get("top_p"), 1.0)
+    if not 0.0 < top_p <= 1.0:
+        raise refused(f"top_p must be in (0, 1], got {top_p}.", "top_p", top_p)
+    if _or(body.get("top_k"), 0) < -1:
+        raise refused(f"top_k must be 0 (disable), or at least 1, got {body['top_k']}.")
+    _check_lengths(body, max_tokens)
+
+
+def _check_lengths(body: dict[str, Any], max_tokens: int | None) -> None:
+    if max_tokens is not None and max_tokens < 1:
+        raise refused(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", max_tokens)
+    min_tokens = _or(body.get("min_tokens"), 0)
     if min_tokens < 0:
-        raise refuse(f"min_tokens must be greater than or equal to 0, got {min_tokens}.")
-    if min_tokens > max_tokens:
-        raise refuse(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.")
-    if any(not stop for stop in _as_list(body.get("stop"))):
-        raise refuse("stop cannot contain an empty string.")
+        raise refused(f"min_tokens must be greater than or equal to 0, got {min_tokens}.")
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise refused(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.")
+    stop = body.get("stop")
+    if any(not each for each in ([stop] if isinstance(stop, str) else stop or [])):
+        raise refused("stop cannot contain an empty string.")
 
 
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -26,11 +26,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 def random_id() -> str:
-    return uuid4().hex
+    return uuid4().hex[:16]
 
 
 def base_request_id(received: Received, body: dict[str, Any]) -> str:
-    return received.header("x-request-id") or body.get("request_id") or random_id()
+    header = received.header("x-request-id")
+    return header if header is not None else body.get("request_id") or random_id()
 
 
 def check_model(engine: Engine, name: str | None) -> None:
@@ -55,24 +56,22 @@ def preflight(engine: Engine, core: Core, samples: int = 1) -> None:
 
 
 def output_limit(engine: Engine, prompt: array[int], max_tokens: int | None, param: str) -> int:
-    """`get_max_tokens`: the cap, or what is left of the context (serve/utils/api_utils.py:169)."""
+    """The cap, or what is left of the context (renderers/params.py:255, :515; serve/utils/api_utils.py:169)."""
     limit = engine.max_model_len
-    asked = max_tokens or 0
-    if len(prompt) >= limit:
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {limit} tokens. However, your request has "
-            f"{len(prompt)} input tokens. Please reduce the length of the input messages.",
-            param="input_tokens",
+    if max_tokens is not None and max_tokens > limit:
+        raise schema.refused(
+            f"{param}={max_tokens} cannot be greater than max_model_len={limit}. "
+            "Please request fewer output tokens.",
+            param,
+            max_tokens,
         )
-    if len(prompt) + asked > limit:
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {limit} tokens. However, you requested {asked} output "
-            f"tokens and your prompt contains at least {len(prompt)} input tokens, for a total of at least "
-            f"{len(prompt) + asked} tokens. Please reduce the length of the input prompt or the number of "
-            "requested output tokens.",
-            param=param,
+    if len(prompt) > limit:
+        raise schema.refused(
+            f"This model's maximum context length is {limit} tokens. However, your prompt contains "
+            f"{len(prompt)} input tokens, which exceeds this limit even without any output tokens. "
+            "Please reduce the length of the input prompt.",
+            "input_tokens",
+            len(prompt),
         )
     left = limit - len(prompt)
     return left if max_tokens is None else min(max_tokens, left)
@@ -90,9 +89,20 @@ def job(body: dict[str, Any], request_id: str, prompt: array[int], max_tokens: i
         stop_token_ids=tuple(body.get("stop_token_ids") or ()),
         include_stop=bool(body.get("include_stop_str_in_output")),
         cache_salt=body.get("cache_salt"),
-        kv_params=body.get("kv_transfer_params") or None,
+        kv_params=transfer_params(body),
         **more,
     )
+
+
+def transfer_params(body: dict[str, Any]) -> dict[str, Any] | None:
+    """What reaches the engine: `kv_transfer_params`, and it may also be smuggled in through `vllm_xargs`."""
+    params = body.get("kv_transfer_params") or None
+    if params is None and body.get("vllm_xargs"):
+        params = body["vllm_xargs"].get("kv_transfer_params")
+        if params is not None:
+            # It can't be an object there, and the code that reads it wants one: AttributeError.
+            raise ApiError(500, "", "InternalServerError")
+    return params
 
 
 def samples_of(single: Job, count: int) -> list[Job]:
@@ -134,7 +144,7 @@ def check_engine_input(core_count: int, rank: int | None, single: Job) -> None:
     if rank is not None and not 0 <= rank < core_count:
         raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, {core_count}).")
     if not single.prompt:
-        raise ApiError(400, "The decoder prompt cannot be empty", param=None)
+        raise ApiError(400, "The decoder prompt cannot be empty")
     top = max(single.prompt)
     if top >= VOCAB_SIZE:
         raise ApiError(400, f"Token id {top} is out of vocabulary")
@@ -216,11 +226,17 @@ async def steps(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def usage(engine: Engine, prompt_tokens: int, completion_tokens: int, cached: int | None) -> dict[str, Any]:
+def usage(
+    engine: Engine,
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached: int | None,
+    created: int | None = None,
+) -> dict[str, Any]:
     """`UsageInfo` with every field, in its order."""
     details = None
     if engine.enable_prompt_tokens_details and cached is not None:
-        details = {"cached_tokens": cached, "created_cache_tokens": None, "multimodal_tokens": None}
+        details = {"cached_tokens": cached, "created_cache_tokens": created, "multimodal_tokens": None}
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
