@@ -15,6 +15,7 @@ from e2e.bench import machine, report
 from e2e.bench.cases import CASES, TARGETS
 from e2e.bench.install import WHEELS, cache_folder, install
 from e2e.bench.measure import Bench, Pace, Result, run_case
+from e2e.bench.plots import all_plots
 from e2e.bench.profiling import profile
 from e2e.bench.proxies import SPECS
 from e2e.bench.rig import RigError
@@ -126,7 +127,10 @@ def main(arguments: list[str] | None = None) -> int:
     paths = [flags.json or cache_folder() / "results.json"]
     if flags.write:
         _DOCS.mkdir(parents=True, exist_ok=True)
-        (_DOCS / "results.md").write_text(text + "\n")
+        drawn = all_plots(results, names)
+        for file, svg in drawn.items():
+            (_DOCS / file).write_text(svg)
+        (_DOCS / "results.md").write_text("\n".join([text, *(f"![]({file})" for file in drawn), ""]))
         paths.append(_DOCS / "results.json")
     for path in paths:
         path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")

@@ -40,7 +40,7 @@ CASES: dict[str, Case] = {
         Case("body-8m", "8 MB bodies (an image), 4 connections", "closed", body_bytes=8_000_000, connections=4),
         Case("conns-1", "1 KB bodies, 1 connection", "closed", connections=1, quick=True),
         Case("conns-256", "1 KB bodies, 256 connections", "closed", connections=256),
-        Case("paced-16", "1 KB bodies, 16 connections with 10 ms pauses", "closed", pause_us=10_000),
+        Case("paced-16", "1 KB bodies, 16 connections, 10 ms pauses", "closed", pause_us=10_000),
         Case("stream-64x50", "64 streams of 50 events/s", "stream", streams=64, rate_hz=50, quick=True),
         Case(
             "stream-64x50-step",

@@ -669,7 +669,9 @@ static void measure(void) {
     run.measuring = true;
     for (int i = 0; i < run.conns && !run.stream; i++) {
         if (!clients[i]) clients[i] = add(connect_to(run.port), CLIENT);   /* the proxy closed it in the warm-up */
-        issue(clients[i]);
+        /* With pauses the connections must not beat together: their requests would queue behind one another. */
+        if (run.pause_ns) timer(clients[i], t0 + run.pause_ns * (uint64_t)i / (uint64_t)run.conns);
+        else issue(clients[i]);
     }
     end = t0 + run.window_ns;
     while (now_ns() < end && run.issuing && !(run.max_requests && run.issued >= run.max_requests)) turn(end);
