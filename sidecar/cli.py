@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import resource
 import signal
 import sys
@@ -32,8 +33,11 @@ from sidecar.exchange.budget import Budget
 from sidecar.prefill.address import Address, AllowList, parse
 from sidecar.prefill.endpoints import Endpoint, Endpoints
 from sidecar.prefill.facts import FactsKeeper
+from sidecar.prefill.gate import Gate
 from sidecar.prefill.probe import EngineProbe
 from sidecar.prefill.watch import Watch
+from transport.prober import Endpoint as SideChannel
+from transport.side_channels import SideChannels
 
 _log = logging.getLogger("sidecar")
 
@@ -93,7 +97,17 @@ class Sidecar:
         self._switch = Switch(self._live)
         self._background = Background()
         allow = AllowList(settings.prefill_allow)
-        self._endpoints = Endpoints([parse(text) for text in settings.prefill], allow, time.monotonic)
+        self._gate: Gate | None = None
+        if settings.nixl_relay == "on" and CONNECTORS[settings.kv_connector].splits:
+            self._gate = Gate(self._background, settings.prefill_side_channel_port)
+        self._channels: SideChannels | None = None
+        self._endpoints = Endpoints(
+            [parse(text) for text in settings.prefill],
+            allow,
+            time.monotonic,
+            learned=self._gate.learn if self._gate else _ignore,
+            forgotten=self._gate.forget if self._gate else _ignore,
+        )
         self._budget = Budget(settings.recompute_max_concurrent, settings.recompute_max_tokens)
         self._observer = Observer(self._endpoints, self._budget)
         self._prefill_pools: dict[Address, EnginePool] = {}
@@ -120,6 +134,7 @@ class Sidecar:
         watch = Watch(self._background, self._prefill_alive, settings.pull_timeout, self._loop.time)
         for rank in range(settings.data_parallel_size):
             await self._listen(rank, facts, watch)
+        self._open_side_channels()
         for endpoint in self._endpoints:
             facts.want(endpoint)
         self._background.start("health of the decode engine", health.run())
@@ -128,6 +143,20 @@ class Sidecar:
         self._say_start()
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked through again
+
+    def _open_side_channels(self) -> None:
+        gate = self._gate
+        if gate is None:
+            return
+        self._channels = SideChannels(
+            local=_local_side_channel(self.settings),
+            port=self.settings.nixl_relay_port,
+            on_state=gate.state_changed,
+            on_handshake=self._observer.handshake,
+        )
+        gate.attach(self._channels)
+        for endpoint in self._endpoints:
+            gate.learn(endpoint)
 
     async def _listen(self, rank: int, facts: FactsKeeper, watch: Watch) -> None:
         settings = self.settings
@@ -149,6 +178,7 @@ class Sidecar:
             prefill_pool=self._prefill_pool,
             observer=self._observer,
             watch=watch,
+            gate=self._gate,
             facts=facts,
         )
         server = Server(service, settings.host, settings.port + rank)
@@ -238,7 +268,10 @@ class Sidecar:
         return EngineProbe(self._session, f"http://{endpoint.label}")
 
     async def _prefill_alive(self, endpoint: Endpoint, handoff: Handoff, timeout_s: float) -> str:
-        return await self._prefill_probe(endpoint).healthy(timeout_s)
+        problem = await self._prefill_probe(endpoint).healthy(timeout_s)
+        if problem or self._gate is None:
+            return problem
+        return await self._gate.alive(handoff, timeout_s)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -275,12 +308,28 @@ class Sidecar:
         for pool in self._prefill_pools.values():
             pool.close()
         await self._background.close()
+        if self._channels is not None:
+            await self._channels.close()
         if self._admin is not None:
             await self._admin.cleanup()
         for session in (self._session, self._uds_session):
             if session is not None:
                 with contextlib.suppress(Exception):
                     await session.close()
+
+
+def _ignore(_endpoint: Endpoint) -> None:
+    return None
+
+
+def _local_side_channel(settings: config.Settings) -> SideChannel:
+    """Where the local engine's own side channel is. In a pod, engine and sidecar share these variables."""
+    if settings.local_side_channel:
+        address = parse(settings.local_side_channel)
+        return SideChannel(address.host, address.port)
+    host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or settings.model_server_host
+    port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "")
+    return SideChannel(host, int(port) if port.isdigit() else 5600)
 
 
 def _raise_descriptor_limit() -> None:

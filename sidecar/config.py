@@ -75,6 +75,21 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
         float,
         _m("seconds that prefill engines hold blocks (their kv_lease_duration); older handoffs are dropped", gt=1),
     ] = 30.0
+    nixl_relay: Annotated[
+        Literal["on", "off"],
+        _m("answer the decode engine's NIXL handshakes here and check prefill engines before they are used"),
+    ] = "on"
+    nixl_relay_port: Annotated[int, _m("port of the relay's loopback addresses", ge=1, le=65535)] = 5601
+    prefill_side_channel_port: Annotated[
+        int, _m("usual side-channel port of prefill engines; asked until a handoff names another", ge=1, le=65535)
+    ] = 5600
+    local_side_channel: Annotated[
+        str,
+        _m(
+            "HOST:PORT of the decode engine's own side channel; "
+            "empty: VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, else the engine's host and 5600"
+        ),
+    ] = ""
     max_body_bytes: Annotated[
         int, _m("larger requests get 413; prefill answers have the same bound", ge=1024, le=2**40)
     ] = 64 << 20

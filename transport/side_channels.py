@@ -133,14 +133,13 @@ class SideChannels:
         channel = self.prober.channels.get(endpoint)
         return channel is not None and await self.prober.alive(channel, timeout_seconds, engine_id)
 
-    async def relay_address(
+    def known_address(
         self, endpoint: Endpoint, *, engine_id: str, tp_size: int = 1, pp_size: int = 1
-    ) -> Address | Away | Incompatible:
-        """Where the decode engine may pull a handoff of this endpoint from, or why it must not.
+    ) -> Address | Away | Incompatible | None:
+        """Where the decode engine may pull a handoff of this endpoint from, or why it must not; None if that cannot
+        be told without asking first (`relay_address`).
 
-        `engine_id`, `tp_size`, `pp_size`: `remote_engine_id` and the sizes that the handoff names. Answers at once
-        when the engine is known; when it is away or another engine is known, it is asked once more first, which
-        takes about 1 ms, or `live_timeout_seconds` if it is silent.
+        `engine_id`, `tp_size`, `pp_size`: `remote_engine_id` and the sizes that the handoff names.
         """
         channel = self.prober.channels.get(endpoint)
         if channel is None:
@@ -148,18 +147,33 @@ class SideChannels:
         if tp_size < 1 or pp_size < 1 or tp_size * pp_size > RANKS_MAX:
             return _sizes(f"the handoff names impossible sizes, tp {tp_size} and pp {pp_size}")
         if isinstance(channel.state, Away) or _other(channel, engine_id) is not None:
-            await self.prober.refresh(channel, self._live_timeout_seconds)
+            return None
+        return self._address(channel, engine_id, Ranks(pp_size, tp_size))
+
+    async def relay_address(
+        self, endpoint: Endpoint, *, engine_id: str, tp_size: int = 1, pp_size: int = 1
+    ) -> Address | Away | Incompatible:
+        """`known_address`, after asking once more an engine that is away or another than named: about 1 ms, or
+        `live_timeout_seconds` if it is silent."""
+        known = self.known_address(endpoint, engine_id=engine_id, tp_size=tp_size, pp_size=pp_size)
+        if known is not None:
+            return known
+        channel = self.prober.channels[endpoint]
+        await self.prober.refresh(channel, self._live_timeout_seconds)
+        return self._address(channel, engine_id, Ranks(pp_size, tp_size))
+
+    def _address(self, channel: Channel, engine_id: str, named: Ranks) -> Address | Away | Incompatible:
         if (other := _other(channel, engine_id)) is not None:
             return other
-        if isinstance(channel.state, Known):
-            named = Ranks(pp_size, tp_size)
-            self.prober.learn(channel, named)
-            known = channel.engine.ranks if channel.engine is not None else None
-            if known is not None and known != named:
-                return _sizes(
-                    f"the handoff names tp {tp_size}, pp {pp_size}; this engine has tp {known.tp}, pp {known.pp}"
-                )
-        return self._where(channel) if isinstance(channel.state, Known) else channel.state
+        if not isinstance(channel.state, Known):
+            return channel.state
+        self.prober.learn(channel, named)
+        known = channel.engine.ranks if channel.engine is not None else None
+        if known is not None and known != named:
+            return _sizes(
+                f"the handoff names tp {named.tp}, pp {named.pp}; this engine has tp {known.tp}, pp {known.pp}"
+            )
+        return self._where(channel)
 
     async def close(self) -> None:
         """End all of it. Nothing waits for the network."""

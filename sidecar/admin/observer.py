@@ -71,6 +71,12 @@ class Observer:
         self.overhead: Histogram[tuple[()]] = Histogram(
             "overhead_seconds", "Time to first byte less what the engines took", (), _OVERHEAD_SECONDS
         )
+        self.handshakes: Counter[tuple[str]] = Counter(
+            "nixl_handshakes", "Handshakes of the decode engine, and offences, at the relay", ("outcome",)
+        )
+        self.handshake_time: Histogram[tuple[()]] = Histogram(
+            "nixl_handshake_seconds", "From a handshake's question to its answer", (), _OVERHEAD_SECONDS
+        )
         self.decision_time: Histogram[tuple[()]] = Histogram(
             "decision_seconds", "From the complete request to the decision", (), _OVERHEAD_SECONDS
         )
@@ -85,6 +91,8 @@ class Observer:
                 self.decode_time,
                 self.overhead,
                 self.decision_time,
+                self.handshakes,
+                self.handshake_time,
                 Gauge(
                     "inflight", "Open legs", ("leg",), lambda: [((leg,), n) for leg, n in self.in_flight.items()]
                 ),
@@ -107,6 +115,11 @@ class Observer:
 
     def _read_breakers(self) -> Iterable[tuple[tuple[str, ...], float]]:
         return [((endpoint.label,), float(endpoint.breaker.state)) for endpoint in self._endpoints]
+
+    def handshake(self, outcome: str, elapsed_s: float) -> None:
+        """The relay answered a handshake, or was offended."""
+        self.handshakes.add((outcome,))
+        self.handshake_time.observe((), elapsed_s)
 
     # -- sidecar.edge.service.Observer --
 

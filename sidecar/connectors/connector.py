@@ -1,9 +1,11 @@
 """What a KV connector is, and the handoff that passes through it. Knows no connector by name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
+
+from sidecar.exchange.splice import fields, with_members
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,14 @@ class Handoff:
     """The prompt fits into no whole block: there is nothing to pull, and asking for it kills the engine."""
     cached_tokens: int | None = None
     """Prompt tokens that the prefill engine took from its cache, if the decode engine will not say so itself."""
+
+    def via(self, host: str, port: int) -> "Handoff":
+        """The same handoff with another address for the handshake. Only those two values change."""
+        members = fields(self.params)
+        params = with_members(
+            members, {"remote_host": msgspec.json.encode(host), "remote_port": msgspec.json.encode(port)}
+        )
+        return replace(self, params=params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sidecar.connectors.connector import Handoff
+from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.decision.guards import decide
 from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable, decoded
@@ -199,6 +199,21 @@ class Runner:
             len(body),
         )
         self._start_leg(PrefillLeg(self, (head, body)), service.prefill_pool(endpoint))
+
+    def _check(self, command: life.Check) -> None:
+        gate, exchange = self._service.gate, self._exchange
+        assert exchange is not None
+        self._drop_leg()
+        if gate is None or exchange.prefill_endpoint is None:
+            self._handoff_checked(command.handoff)
+        else:
+            gate.admit(exchange.prefill_endpoint, command.handoff, self._handoff_checked)
+
+    def _handoff_checked(self, result: Handoff | Rejection) -> None:
+        assert self._exchange is not None
+        command = self._exchange.handoff_checked(result)
+        if command is not None:
+            self._do(command)
 
     def _decode(self, command: life.Decode) -> None:
         self._drop_leg()
@@ -465,6 +480,7 @@ class Runner:
 
 _CARRY_OUT: dict[type, Callable[[Runner, Any], None]] = {
     life.Prefill: Runner._prefill,
+    life.Check: Runner._check,
     life.Decode: Runner._decode,
     life.Relay: Runner._relay,
     life.Peek: Runner._peek,

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from sidecar.config import Settings
 from sidecar.connectors import Connector
-from sidecar.connectors.connector import EngineFacts, Handoff
+from sidecar.connectors.connector import EngineFacts, Handoff, Rejection
 from sidecar.decision.guards import Decision, Mode
 from sidecar.edge.engine import EnginePool
 from sidecar.exchange.budget import Budget
@@ -69,6 +69,13 @@ class PeerWatch(Protocol):
         """Calls `silent` once the peer has not answered for `--pull-timeout`; returns how to stop watching."""
 
 
+class HandoffGate(Protocol):
+    """Knows whether the local engine can pull from a prefill engine."""
+
+    def admit(self, endpoint: Endpoint, handoff: Handoff, admitted: Callable[[Handoff | Rejection], None]) -> None:
+        """Calls `admitted`, at once or soon, with the handoff as the local engine may have it."""
+
+
 class FactsSource(Protocol):
     """Finds out block size and number of blocks of a prefill endpoint."""
 
@@ -90,4 +97,6 @@ class Service:
     prefill_pool: Callable[[Endpoint], EnginePool]
     observer: Observer
     watch: PeerWatch
+    gate: HandoffGate | None
+    """None: handoffs are passed on with the address that the prefill engine gave."""
     facts: FactsSource

@@ -34,6 +34,13 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """Find out whether the local engine can pull `handoff`, and under what address."""
+
+    handoff: Handoff
+
+
+@dataclass(frozen=True, slots=True)
 class Relay:
     """Pass on the answer at hand: the prefill endpoint's whole one, or the decode engine's from its head on."""
 
@@ -75,7 +82,7 @@ class Close:
     """Close what is open; nobody waits for an answer."""
 
 
-Command = Prefill | Decode | Relay | Peek | Answer | BreakOff | Release | ToFirstByte | Close
+Command = Prefill | Check | Decode | Relay | Peek | Answer | BreakOff | Release | ToFirstByte | Close
 
 RELAY, PEEK, TO_FIRST_BYTE, CLOSE = Relay(), Peek(), ToFirstByte(), Close()
 
@@ -200,6 +207,16 @@ class Exchange:
             return Decode(None)
         self.handoff = result
         self._handoff_born = born
+        return Check(result)
+
+    def handoff_checked(self, result: Handoff | Rejection) -> Command | None:
+        """The side channel's word on the handoff. None: the request needs it no more."""
+        if self.handoff is None:
+            return None
+        if isinstance(result, Rejection):
+            self._strand()
+            return self.fault(result.fault, result.detail)
+        self.handoff = result
         return Decode(result)
 
     def _no_kv(self, rejection: Rejection) -> Command:

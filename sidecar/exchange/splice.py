@@ -170,6 +170,11 @@ def _object(members: Fields, replace: Mapping[str, bytes], drop: frozenset[str])
     return b"{" + b"".join(parts)[1:] + b"}"
 
 
+def with_members(members: Fields, replacements: Mapping[str, bytes]) -> bytes:
+    """A JSON object of `members` in which these values are replaced (or added)."""
+    return _object(members, replacements, frozenset())
+
+
 _spellings: dict[str, bytes] = {}
 _MAX_SPELLINGS = 512
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from sidecar.connectors.connector import EngineFacts
 from sidecar.prefill.address import Address, AllowList, BadAddress, parse
 from sidecar.prefill.breaker import Breaker, State
+from transport.prober import Endpoint as SideChannel
 
 MAX_ENDPOINTS = 512
 """Endpoints that headers brought, kept at once: bounds memory and label sets."""
@@ -35,9 +36,17 @@ class Endpoint:
     facts: EngineFacts = field(default_factory=EngineFacts)
     peer_host: str = ""
     """IP address that last answered here; what a handoff may name besides the configured host."""
+    side_channels: dict[SideChannel, bool] = field(default_factory=dict)
+    """Side channels of the engines behind the address; whether a handoff has named them (else the usual port)."""
+    blocked: str = ""
+    """Why nothing can be pulled from here at present: `incompatible` or `side_channel_dead`."""
 
     def __post_init__(self) -> None:
         self.label = str(self.address)
+
+    def admits(self, now: float) -> bool:
+        """Whether a prefill may be sent here."""
+        return not self.blocked and self.breaker.admits(now)
 
     @property
     def hosts(self) -> frozenset[str]:
@@ -47,7 +56,18 @@ class Endpoint:
 class Endpoints:
     """All of them. `now` is a monotonic clock in seconds."""
 
-    def __init__(self, configured: Iterable[Address], allow: AllowList, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        configured: Iterable[Address],
+        allow: AllowList,
+        now: Callable[[], float],
+        *,
+        learned: Callable[[Endpoint], None] = lambda _endpoint: None,
+        forgotten: Callable[[Endpoint], None] = lambda _endpoint: None,
+    ) -> None:
+        """`learned` and `forgotten` hear of endpoints that headers bring and that make room for others."""
+        self._learned = learned
+        self._forgotten = forgotten
         self._now = now
         self._allow = allow
         self.configured = [Endpoint(address, configured=True) for address in dict.fromkeys(configured)]
@@ -104,8 +124,10 @@ class Endpoints:
             for old in list(self._known.values()):
                 if not old.configured and not old.in_flight:
                     del self._known[old.address]
+                    self._forgotten(old)
                     break
         endpoint = self._known[address] = Endpoint(address, configured=False)
+        self._learned(endpoint)
         return endpoint
 
     def choose(self, candidates: list[Endpoint], tried: list[Endpoint], *, ordered: bool) -> Endpoint | None:
@@ -116,8 +138,8 @@ class Endpoints:
         now = self._now()
         if len(candidates) == 1:  # the common case
             only = candidates[0]
-            return only if only.breaker.admits(now) else None
-        usable = [endpoint for endpoint in candidates if endpoint not in tried and endpoint.breaker.admits(now)]
+            return only if only.admits(now) else None
+        usable = [endpoint for endpoint in candidates if endpoint not in tried and endpoint.admits(now)]
         if not usable:
             return None
         if ordered or len(usable) == 1:
@@ -127,7 +149,7 @@ class Endpoints:
 
     def any_usable(self, candidates: list[Endpoint]) -> bool:
         now = self._now()
-        return any(endpoint.breaker.admits(now) for endpoint in candidates)
+        return any(endpoint.admits(now) for endpoint in candidates)
 
     # -- what came of it --
 

@@ -1,0 +1,151 @@
+"""Which prefill endpoints the local engine can pull from, and at what address: what the transport room knows,
+in terms of prefill endpoints and handoffs.
+
+The side channel's port is only certain once a handoff has named it. Until then the usual port is asked: an answer
+counts, silence says nothing.
+"""
+
+import logging
+from collections.abc import Callable
+
+from sidecar.background import Background
+from sidecar.connectors.connector import EngineFacts, Handoff, Rejection
+from sidecar.prefill.endpoints import Endpoint
+from transport.compatibility import Incompatible
+from transport.prober import Away, Known, State
+from transport.prober import Endpoint as SideChannel
+from transport.side_channels import Address, SideChannels
+
+_log = logging.getLogger("sidecar")
+
+MAX_SIDE_CHANNELS = 64
+"""Of one endpoint: the data-parallel ranks behind one HTTP port."""
+
+Admitted = Callable[[Handoff | Rejection], None]
+
+
+class Gate:
+    """Checks handoffs against the side channels; blocks endpoints from which nothing can be pulled."""
+
+    def __init__(self, background: Background, usual_port: int) -> None:
+        self._background = background
+        self._usual_port = usual_port
+        self._channels: SideChannels | None = None
+        self._endpoints: dict[SideChannel, Endpoint] = {}
+
+    def attach(self, channels: SideChannels) -> None:
+        """The channels report to `state_changed`, so they are made after the gate."""
+        self._channels = channels
+
+    def learn(self, endpoint: Endpoint) -> None:
+        """Begins to watch an endpoint's usual side channel."""
+        self._watch(endpoint, SideChannel(endpoint.address.host, self._usual_port), certain=False)
+
+    def forget(self, endpoint: Endpoint) -> None:
+        for side in list(endpoint.side_channels):
+            self._drop(endpoint, side)
+
+    def admit(self, endpoint: Endpoint, handoff: Handoff, admitted: Admitted) -> None:
+        """Calls `admitted` with the handoff as the local engine may have it, or with why it may not: at once where
+        the side channel's state is known, else after one question (1 ms, or the time limit if it is silent)."""
+        side = SideChannel(handoff.host, handoff.port)
+        self._watch(endpoint, side, certain=True)
+        assert self._channels is not None
+        where = self._channels.known_address(
+            side, engine_id=handoff.engine_id, tp_size=handoff.tp_size, pp_size=handoff.pp_size
+        )
+        if where is not None:
+            admitted(_result(handoff, where))
+        else:
+            self._background.start(f"side channel of {endpoint.label}", self._ask(side, handoff, admitted))
+
+    async def _ask(self, side: SideChannel, handoff: Handoff, admitted: Admitted) -> None:
+        assert self._channels is not None
+        where = await self._channels.relay_address(
+            side, engine_id=handoff.engine_id, tp_size=handoff.tp_size, pp_size=handoff.pp_size
+        )
+        admitted(_result(handoff, where))
+
+    async def alive(self, handoff: Handoff, timeout_s: float) -> str:
+        """ "" if the side channel that the handoff names answers for its engine."""
+        assert self._channels is not None
+        side = SideChannel(handoff.host, handoff.port)
+        ok = await self._channels.alive(side, handoff.engine_id, timeout_s)
+        return "" if ok else f"side channel {side} does not answer"
+
+    # -- what the side channels report --
+
+    def state_changed(self, side: SideChannel, state: State) -> None:
+        endpoint = self._endpoints.get(side)
+        if endpoint is None:
+            return
+        certain = endpoint.side_channels.get(side, False)
+        if isinstance(state, Known) and state.description.geometry is not None:
+            geometry = state.description.geometry
+            endpoint.facts = EngineFacts(
+                geometry.logical_block_size, geometry.logical_blocks, state.engine_id or ""
+            )
+        was = endpoint.blocked
+        endpoint.blocked = self._blocked(endpoint)
+        if endpoint.blocked and endpoint.blocked != was:
+            problem = state.cause if isinstance(state, Incompatible) else getattr(state, "detail", "")
+            change = getattr(state, "change", "")
+            _log.warning(
+                "prefill endpoint %s: not used, %s (side channel %s: %s); %s",
+                endpoint.label,
+                endpoint.blocked,
+                side,
+                problem,
+                change,
+            )
+        elif was and not endpoint.blocked:
+            _log.info("prefill endpoint %s: used again, its side channel answers", endpoint.label)
+        elif isinstance(state, Away) and certain:
+            _log.warning("prefill endpoint %s: side channel %s: %s", endpoint.label, side, state.detail)
+
+    def _blocked(self, endpoint: Endpoint) -> str:
+        """Why nothing can be pulled from any engine behind the endpoint, or ""."""
+        assert self._channels is not None
+        problems = []
+        for side, certain in endpoint.side_channels.items():
+            state = self._channels.state(side)
+            if isinstance(state, Incompatible):
+                problems.append("incompatible")
+            elif isinstance(state, Away) and certain:
+                problems.append("side_channel_dead")
+            elif isinstance(state, Known):
+                return ""
+        return problems[0] if problems else ""
+
+    # -- which side channels are watched --
+
+    def _watch(self, endpoint: Endpoint, side: SideChannel, *, certain: bool) -> None:
+        known = endpoint.side_channels.get(side)
+        if known is certain or known:
+            return
+        if certain and known is None:
+            self._make_room(endpoint)
+        endpoint.side_channels[side] = certain
+        self._endpoints[side] = endpoint
+        if known is None:
+            assert self._channels is not None
+            self._channels.add(side)
+
+    def _make_room(self, endpoint: Endpoint) -> None:
+        """A certain port replaces the guess, and the oldest of too many."""
+        for side, certain in list(endpoint.side_channels.items()):
+            if not certain or len(endpoint.side_channels) >= MAX_SIDE_CHANNELS:
+                self._drop(endpoint, side)
+
+    def _drop(self, endpoint: Endpoint, side: SideChannel) -> None:
+        endpoint.side_channels.pop(side, None)
+        if self._endpoints.pop(side, None) is not None and self._channels is not None:
+            self._channels.remove(side)
+
+
+def _result(handoff: Handoff, where: Address | Away | Incompatible) -> Handoff | Rejection:
+    if isinstance(where, Address):
+        return handoff.via(where.host, where.port)
+    if isinstance(where, Incompatible):
+        return Rejection("incompatible", f"{where.cause}; {where.change}")
+    return Rejection("side_channel_dead", f"{where.detail}; {where.change}")
