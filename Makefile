@@ -28,7 +28,7 @@ bench: $(VENV)/.ready
 	@$(PY) -m e2e.bench
 
 docs: $(VENV)/.ready
-	@$(PY) -m sidecar.exchange.failures docs/failures.md
+	@$(PY) -m docs.generate
 
 lock: $(VENV)/.ready
 	@$(VENV)/bin/uv pip compile --quiet --universal --no-annotate --no-header --generate-hashes --python-version 3.11 pyproject.toml -o requirements.lock

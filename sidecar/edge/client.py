@@ -5,6 +5,7 @@ a relayed chunk must cost two system calls and little else. This file knows noth
 """
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import cast
@@ -24,7 +25,22 @@ LINGER_S = 2.0
 at once would reset the connection before the client has read the answer."""
 WRITE_HIGH_WATER_BYTES = 65536
 
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 60, 15, 4
+
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def _keep_alive(transport: asyncio.BaseTransport) -> None:
+    """A client whose host vanished sends nothing: without probes its stream would go on for ever."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        for option, value in (
+            (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
+            (socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
+            (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+        ):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _row(fault: str) -> Row:
@@ -50,7 +66,6 @@ class ClientConnection(asyncio.Protocol):
         "_service",
         "_target",
         "_trailers",
-        "_write_paused",
         "deadline",
         "transport",
     )
@@ -77,7 +92,6 @@ class ClientConnection(asyncio.Protocol):
         self._refusal: tuple[Row, str] | None = None
         """Why reading ended, while answers are still owed to earlier requests."""
         self._lingering = False
-        self._write_paused = False
 
     # -- asyncio -------------------------------------------------------------------------------------------
 
@@ -85,6 +99,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from asyncio's
         self.transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         self._connections.add(self)
+        _keep_alive(transport)
         self.deadline = self._service.loop.time() + self._service.settings.client_head_timeout
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -101,19 +116,19 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._request is None:
             self._head_bytes += len(data)
-        else:
+        elif self._runner is None or self._runner.request is self._request:
             self.deadline = self._service.loop.time() + self._service.settings.client_body_timeout
         self._feed(data)
         if self._request is None and self._reading and self._head_bytes > MAX_HEAD_BYTES + 65536:
             self._refuse(_row("head_too_large"))
 
     def pause_writing(self) -> None:
-        self._write_paused = True
+        self.deadline = self._service.loop.time() + self._service.settings.client_idle_timeout
         if self._runner is not None:
             self._runner.pause()
 
     def resume_writing(self) -> None:
-        self._write_paused = False
+        self.deadline = 0.0
         if self._runner is not None:
             self._runner.resume()
 
@@ -167,8 +182,9 @@ class ClientConnection(asyncio.Protocol):
             return
         if not request.has_body:
             return
-        self.deadline = request.started_at + service.settings.client_body_timeout
         is_next = self._runner is None and not self._queue
+        if is_next:
+            self.deadline = request.started_at + service.settings.client_body_timeout
         if request.expects_continue and not request.http_1_0 and is_next:
             self.write((_CONTINUE,))
         if request.is_streamed and is_next:
@@ -269,7 +285,9 @@ class ClientConnection(asyncio.Protocol):
         if self._close_when_answered or self._request is request:
             self._end(unread=self._request is request)
             return
-        self.deadline = self._service.loop.time() + self._service.settings.client_idle_timeout
+        settings = self._service.settings
+        wait_s = settings.client_body_timeout if self._reading else settings.client_idle_timeout
+        self.deadline = self._service.loop.time() + wait_s
         if self._queue:
             next_request = self._queue.popleft()
             if not self._queue:
@@ -344,7 +362,7 @@ class ClientConnection(asyncio.Protocol):
             self.transport.close()
         elif self._runner is None:
             self._refuse(_row("too_slow"))
-        elif self._request is not None and self._runner.request is self._request:  # a streamed body that stopped
+        else:  # a streamed body that stopped, or a client that reads no more of its answer
             self.transport.abort()
 
     def drain(self) -> None:

@@ -35,7 +35,10 @@ class Leg:
 
     def acquire(self, pool: EnginePool) -> None:
         self._pool = pool
-        self._call_off = pool.acquire(self)
+        self._call_off = pool.acquire(self, fresh=self._needs_fresh_connection())
+
+    def _needs_fresh_connection(self) -> bool:
+        return False
 
     def drop(self) -> None:
         """The leg ends here; an answer that is not complete is cut off at once."""
@@ -176,6 +179,10 @@ class DecodeLeg(Leg):
         self._body_parts.clear()
         self._sent = True
         self._runner.decode_sent(self._handoff)
+
+    def _needs_fresh_connection(self) -> bool:
+        # What cannot be sent a second time is not sent on a connection that the engine may be closing.
+        return self._streams_body or self._runner.request.upgrade
 
     def _may_try_again(self) -> bool:
         # A handoff is never sent twice, and of a streamed body the first part is gone.

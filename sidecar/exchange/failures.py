@@ -5,10 +5,8 @@ The machine (life.py) looks every fault up here, the edge takes status and wordi
 in this table does not exist. This file knows nothing of HTTP connections, JSON or connectors.
 """
 
-import sys
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 
 class Stage(StrEnum):
@@ -86,7 +84,6 @@ ROWS: tuple[Row, ...] = (
         "the header names a prefill endpoint that neither --prefill nor --prefill-allow admits",
     ),
     Row(_R, "bad_target", Then.ANSWER, 400, "x-prefiller-host-port wants HOST:PORT"),
-    Row(_R, "draining", Then.ANSWER, 503, "the sidecar is shutting down", retry_after_s=1),
     Row(_R, "client_left", Then.CLOSE, 0, "the client left before its request was complete"),
     # -- prefill --
     Row(_P, "rejected", Then.RELAY, 0, "400 401 403 404 405 413 415 422: the client's own mistake"),
@@ -203,6 +200,3 @@ def markdown() -> str:
         lines.append(f"| {row.stage} | `{row.fault}` | {row.message} | {row.then} | {mark} | {status} |")
     return "\n".join(lines) + "\n"
 
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(markdown(), encoding="utf-8")

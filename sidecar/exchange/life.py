@@ -316,8 +316,12 @@ class Exchange:
     def _next_prefill(self) -> Command | None:
         if not self._attempts_left:
             return None
-        candidates = list(self.decision.candidates)
-        endpoint = self._endpoints.choose(candidates, self._tried, ordered=self.decision.ordered)
+        decision = self.decision
+        # An only endpoint is asked again where the connection, not the engine, may have been the trouble.
+        may_repeat = bool(self.faults) and self.faults[-1].row.fault == "reset"
+        endpoint = self._endpoints.choose(
+            decision.candidates, self._tried, ordered=decision.ordered, may_repeat=may_repeat
+        )
         if endpoint is None:
             return None
         self._attempts_left -= 1

@@ -5,7 +5,7 @@ when they are idle and their number grows beyond a bound.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sidecar.connectors.connector import EngineFacts
@@ -130,15 +130,17 @@ class Endpoints:
         self._learned(endpoint)
         return endpoint
 
-    def choose(self, candidates: list[Endpoint], tried: list[Endpoint], *, ordered: bool) -> Endpoint | None:
-        """The next endpoint to try, or None. One that was tried comes again only if there is no other at all.
+    def choose(
+        self, candidates: Sequence[Endpoint], tried: list[Endpoint], *, ordered: bool, may_repeat: bool
+    ) -> Endpoint | None:
+        """The next endpoint to try, or None. `may_repeat`: one that was tried may come again if it is the only one.
 
         `ordered` keeps the order of the header; otherwise the least loaded one, ties broken by chance.
         """
         now = self._now()
         if len(candidates) == 1:  # the common case
             only = candidates[0]
-            return only if only.admits(now) else None
+            return only if only.admits(now) and (may_repeat or not tried) else None
         usable = [endpoint for endpoint in candidates if endpoint not in tried and endpoint.admits(now)]
         if not usable:
             return None
@@ -147,7 +149,7 @@ class Endpoints:
         least = min(endpoint.in_flight for endpoint in usable)
         return self._random.choice([endpoint for endpoint in usable if endpoint.in_flight == least])
 
-    def any_usable(self, candidates: list[Endpoint]) -> bool:
+    def any_usable(self, candidates: Sequence[Endpoint]) -> bool:
         now = self._now()
         return any(endpoint.admits(now) for endpoint in candidates)
 

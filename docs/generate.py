@@ -1,0 +1,52 @@
+"""Writes the generated parts of the documentation: `make docs`. A test compares them with what is committed."""
+
+import re
+import sys
+from pathlib import Path
+
+from sidecar import config
+from sidecar.admin.metrics import Counter, Gauge, Histogram
+from sidecar.admin.observer import Observer
+from sidecar.exchange import failures
+from sidecar.exchange.budget import Budget
+from sidecar.prefill.address import AllowList
+from sidecar.prefill.endpoints import Endpoints
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def metrics_table() -> str:
+    """Name, type, labels and meaning of every metric."""
+    observer = Observer(Endpoints([], AllowList([]), lambda: 0.0), Budget(1, 0))
+    kinds = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
+    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for metric in observer.collection.metrics:
+        kind = kinds[type(metric)]
+        assert isinstance(metric, Counter | Gauge | Histogram)
+        name = f"pd_sidecar_{metric.name}" + ("_total" if kind == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{name}` | {kind} | {labels} | {metric.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_tables(readme: str) -> str:
+    """The README with its generated parts renewed."""
+    for name, table in (("flags", config.markdown()), ("metrics", metrics_table())):
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        readme = pattern.sub(lambda found, table=table: found.group(1) + table + found.group(2), readme)
+    return readme
+
+
+def outputs() -> dict[Path, str]:
+    """Every generated file and what it should hold."""
+    readme = ROOT / "README.md"
+    return {
+        ROOT / "docs" / "failures.md": failures.markdown(),
+        readme: with_tables(readme.read_text(encoding="utf-8")),
+    }
+
+
+if __name__ == "__main__":
+    for path, text in outputs().items():
+        path.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"wrote {path.relative_to(ROOT)}\n")
