@@ -1,0 +1,135 @@
+"""Fixtures: rigs whose sidecar processes are shared by the tests that want the same flags.
+
+Starting a process takes longer than most tests, so it is kept while it behaves: after each test every gauge must
+read 0 and every connection must be gone, or the process is ended and the next test gets a new one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.engine import ThreadedEngine
+from tests.integration.sidecar import Rig, Sidecar
+
+KEPT = 3
+FLAGS = ("--disagg", "on", "--prefill-allow", "127.0.0.0/8")
+"""Every request that can be split is; any engine of this machine may prefill."""
+
+
+@dataclass
+class _Kept:
+    sidecar: Sidecar
+    decode_ports: tuple[int, int]
+    """HTTP and side channel."""
+    descriptors: int
+    """Open in the process when nothing is going on, TCP aside."""
+    prefill: ThreadedEngine | None = None
+    """A prefill engine that the process knows and has nothing against."""
+
+    def take_prefill(self) -> ThreadedEngine:
+        if self.prefill is None:
+            self.prefill = ThreadedEngine()
+            self.prefill.start()
+        self.prefill.requests.clear()
+        return self.prefill
+
+    def drop_prefill(self) -> None:
+        if self.prefill is not None:
+            self.prefill.stop()
+            self.prefill = None
+
+    def end(self) -> None:
+        """SIGTERM, and all that must hold then."""
+        self.sidecar.stop()
+        self.drop_prefill()
+
+
+class Shelf:
+    """The processes that are kept, by their flags; the least recently used one goes first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
+
+    def take(self, flags: tuple[str, ...], decode_options: dict[str, Any]) -> tuple[_Kept, ThreadedEngine]:
+        """A process and a fresh decode engine on the port where that process expects it."""
+        kept = self._kept.get(flags)
+        if kept is not None:
+            self._kept.move_to_end(flags)
+            port, side_channel_port = kept.decode_ports
+            decode = ThreadedEngine(port=port, side_channel_port=side_channel_port, **decode_options)
+            decode.start()
+            return kept, decode
+        while len(self._kept) >= KEPT:
+            self._kept.popitem(last=False)[1].end()
+        decode = ThreadedEngine(**decode_options)
+        decode.start()
+        try:
+            sidecar = Sidecar(
+                *("--model-server-port", str(decode.port)),
+                *("--local-side-channel", f"127.0.0.1:{decode.side_channel_port}"),
+                *flags,
+            )
+        except BaseException:
+            decode.stop()
+            raise
+        kept = self._kept[flags] = _Kept(
+            sidecar, (decode.port, decode.side_channel_port), sidecar.other_descriptors
+        )
+        return kept, decode
+
+    def discard(self, kept: _Kept) -> None:
+        self._kept = OrderedDict((flags, one) for flags, one in self._kept.items() if one is not kept)
+        kept.sidecar.kill()
+        kept.drop_prefill()
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for kept in self._kept.values():
+                stack.callback(kept.end)
+
+
+@pytest.fixture(scope="session")
+def shelf() -> Iterator[Shelf]:
+    shelf = Shelf()
+    yield shelf
+    shelf.close()
+
+
+@pytest.fixture
+def rigged(shelf: Shelf) -> Iterator[Callable[..., Rig]]:
+    """`rigged(*flags, decode={...}, prefill={...})`: a rig, with flags besides the usual ones and with engine
+    options."""
+    with ExitStack() as stack:
+
+        def make(*flags: str, decode: dict[str, Any] | None = None, prefill: dict[str, Any] | None = None) -> Rig:
+            kept, decode_engine = shelf.take((*FLAGS, *flags), decode or {})
+            stack.callback(decode_engine.stop)
+            own = stack.enter_context(ThreadedEngine(**prefill)) if prefill else None
+            rig = Rig(kept.sidecar, own or kept.take_prefill(), decode_engine)
+            stack.callback(check, kept, rig)
+            return rig
+
+        def check(kept: _Kept, rig: Rig) -> None:
+            try:
+                rig.check_idle(kept.descriptors)
+                kept.sidecar.check_log()
+                blamed = rig.has_blamed_prefill()
+            except BaseException:
+                shelf.discard(kept)
+                raise
+            if blamed or rig.prefill.faults.rules:
+                kept.drop_prefill()
+
+        yield make
+
+
+@pytest.fixture
+def rig(rigged: Callable[..., Rig]) -> Rig:
+    """The usual rig: disaggregation on, recompute on failure."""
+    return rigged()

@@ -1,0 +1,358 @@
+"""A real sidecar process, and the rig that it runs in: between two simulated engines.
+
+A `Sidecar` must end well wherever a test leaves it: SIGTERM gives exit code 0, and its log holds no traceback, no
+exception that nobody fetched, no warning of the interpreter's and nothing that a client sent (`CANARY` is in every
+prompt and key of the tests).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.integration.client import TIMEOUT_S, Address, Answer, Client
+
+if TYPE_CHECKING:
+    from tests.engine import Received, ThreadedEngine
+
+ROOT = Path(__file__).parents[2]
+CANARY = "kanarienvogel"
+KEY = f"Bearer {CANARY}-key"
+START_TIMEOUT_S = 20.0
+LISTEN = "0A"  # the kernel's state number in /proc/net/tcp
+
+_numbers = itertools.count(1)
+_random = random.Random(os.getpid())
+
+
+def prompt(tokens: int) -> str:
+    """A prompt of so many tokens of the simulated engine that no other test has."""
+    text = f"{CANARY} {next(_numbers)} "
+    return (text + "all work and no play " * (tokens * 4 // 21 + 1))[: tokens * 4]
+
+
+def chat(tokens: int = 400, **fields: Any) -> dict[str, Any]:
+    """A chat request whose prompt is long enough to be worth a remote prefill."""
+    return {"model": "sim", "messages": [{"role": "user", "content": prompt(tokens)}], "max_tokens": 8, **fields}
+
+
+def completion(tokens: int = 400, **fields: Any) -> dict[str, Any]:
+    return {"model": "sim", "prompt": prompt(tokens), "max_tokens": 8, **fields}
+
+
+def free_ports(count: int = 1) -> int:
+    """The first of `count` free ports in a row, below the range from which the kernel serves others."""
+    while True:
+        first = _random.randrange(10000, 30000)
+        try:
+            for port in range(first, first + count):
+                for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+                    with socket.socket(family) as probe:
+                        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                        probe.bind((host, port))
+        except OSError:
+            continue
+        return first
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    """Until `condition()` is true; AssertionError if it does not come true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not true within {timeout_s:g} s"
+        time.sleep(0.005)
+
+
+class Connection(NamedTuple):
+    """A TCP socket of the process."""
+
+    local_port: int
+    remote_port: int
+    listens: bool
+
+
+class Metrics:
+    """One scrape."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The sum of all samples of `pd_sidecar_<name>` that have these labels."""
+        return sum(
+            sample.value
+            for sample in self.samples
+            if sample.name == f"pd_sidecar_{name}" and labels.items() <= sample.labels.items()
+        )
+
+    def labels(self, name: str) -> list[dict[str, str]]:
+        return [sample.labels for sample in self.samples if sample.name == f"pd_sidecar_{name}"]
+
+
+class Sidecar:
+    """`python -m sidecar serve` with `flags`, on ports of its own. Nobody is at the usual side-channel port: where
+    an engine's is, its first handoff tells."""
+
+    def __init__(
+        self, *flags: str, environment: dict[str, str] | None = None, ready: str | None = "/readyz", ranks: int = 1
+    ) -> None:
+        """`ready`: the probe that must say 200 before the constructor returns; None: do not wait."""
+        self.port = free_ports(ranks)
+        self.admin_port = free_ports()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as the process
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PD_SIDECAR_")}
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "sidecar", "serve"),
+                *("--port", str(self.port), "--metrics-port", str(self.admin_port)),
+                *("--nixl-relay-port", str(free_ports()), "--prefill-side-channel-port", str(free_ports())),
+                *flags,
+            ],
+            cwd=ROOT,
+            env={**inherited, "PYTHONWARNINGS": "default", **(environment or {})},
+            stdout=self._log,
+            stderr=self._log,
+        )
+        if ready is not None:
+            try:
+                self.wait_until(ready)
+            except BaseException:
+                self.kill()
+                raise
+
+    # -- life
+
+    def wait_until(self, probe: str, status: int = 200) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self._probe(probe) != status:
+            assert self.process.poll() is None, f"exit code {self.process.returncode}:\n{self.log}"
+            assert time.monotonic() < deadline, f"{probe} never said {status}:\n{self.log}"
+            time.sleep(0.01)
+
+    def _probe(self, path: str) -> int:
+        try:
+            return self.admin("GET", path)[0]
+        except OSError:
+            return 0
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def exit_code(self, timeout_s: float = TIMEOUT_S) -> int:
+        return self.process.wait(timeout_s)
+
+    def stop(self) -> None:
+        """SIGTERM; everything that must hold at the end is checked."""
+        try:
+            seen = ""
+            if self.process.poll() is None:
+                seen = self.metrics().text + json.dumps(self.decisions())
+                self.signal(signal.SIGTERM)
+                code = self.exit_code()
+                assert code == 0, f"exit code {code}:\n{self.log}"
+            self.check_log()
+            assert CANARY not in seen
+        finally:
+            self.kill()
+
+    def check_log(self) -> None:
+        log = self.log
+        for sign in ("Traceback", "never retrieved", "Exception", "Warning:", "Unclosed"):
+            assert sign not in log, log
+        assert CANARY not in log
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+    # -- what it says
+
+    @property
+    def log(self) -> str:
+        if self._log.closed:
+            return "(closed)"
+        return os.pread(self._log.fileno(), 1 << 24, 0).decode()
+
+    def admin(self, method: str, path: str, body: str | None = None) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.admin_port, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, path, body, {"connection": "close"})
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+    def metrics(self) -> Metrics:
+        status, text = self.admin("GET", "/metrics")
+        assert status == 200
+        return Metrics(text)
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """Newest first."""
+        status, text = self.admin("GET", "/decisions")
+        assert status == 200
+        return json.loads(text)
+
+    # -- what the kernel says of it
+
+    def _status(self, field: str) -> int:
+        lines = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+
+    @property
+    def rss_mib(self) -> float:
+        return self._status("VmRSS") / 1024
+
+    @property
+    def peak_rss_mib(self) -> float:
+        """The most since the start or `forget_peak`."""
+        return self._status("VmHWM") / 1024
+
+    def forget_peak(self) -> None:
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5", encoding="ascii")
+
+    @property
+    def threads(self) -> int:
+        return self._status("Threads")
+
+    @property
+    def descriptors(self) -> list[str]:
+        """What each open descriptor stands for: `socket:[12345]`, `pipe:[12346]`, a path."""
+        found = []
+        for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed in the meantime
+                found.append(str(link.readlink()))
+        return found
+
+    @property
+    def _tcp(self) -> list[Connection]:
+        own = {name[8:-1] for name in self.descriptors if name.startswith("socket:[")}
+        found = []
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self.process.pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+                columns = line.split()
+                if columns[9] in own:
+                    local, remote = (int(address.rpartition(":")[2], 16) for address in columns[1:3])
+                    found.append(Connection(local, remote, columns[3] == LISTEN))
+        return found
+
+    @property
+    def connections(self) -> list[Connection]:
+        """Its TCP connections but those of the admin port."""
+        return [one for one in self._tcp if not one.listens and one.local_port != self.admin_port]
+
+    @property
+    def other_descriptors(self) -> int:
+        """How many descriptors are not TCP: what is open for ever, and sockets that were closed only by half."""
+        return len(self.descriptors) - len(self._tcp)
+
+    # -- requests
+
+    @property
+    def address(self) -> Address:
+        return "127.0.0.1", self.port
+
+    def connect(self) -> Client:
+        return Client(self.address)
+
+    def ask(self, method: str, target: str, body: Any = None, headers: Iterable[tuple[str, str]] = ()) -> Answer:
+        """One request on a connection of its own."""
+        with self.connect() as client:
+            client.request(method, target, body, headers)
+            return client.answer(method)
+
+
+class Rig:
+    """A sidecar between a prefill and a decode engine. A header names the prefill engine, so that each test can
+    have one that nothing is known of yet."""
+
+    def __init__(self, sidecar: Sidecar, prefill: ThreadedEngine, decode: ThreadedEngine) -> None:
+        self.sidecar, self.prefill, self.decode = sidecar, prefill, decode
+        self.target = prefill.address
+        """What `x-prefiller-host-port` says; "" for no such header."""
+
+    def headers(self, headers: Iterable[tuple[str, str]] = ()) -> list[tuple[str, str]]:
+        target = [("x-prefiller-host-port", self.target)] if self.target else []
+        return [("Authorization", KEY), *target, *headers]
+
+    def post(self, path: str, body: Any, headers: Iterable[tuple[str, str]] = ()) -> Answer:
+        return self.sidecar.ask("POST", path, body, self.headers(headers))
+
+    def chat(self, **fields: Any) -> Answer:
+        return self.post("/v1/chat/completions", chat(**fields))
+
+    def open(self, path: str, body: Any, headers: Iterable[tuple[str, str]] = ()) -> Client:
+        """Sends the request; the answer is yet to be read."""
+        client = self.sidecar.connect()
+        client.request("POST", path, body, self.headers(headers))
+        return client
+
+    def decoded(self) -> list[Received]:
+        """What the decode engine was asked on behalf of clients."""
+        return _of_clients(self.decode)
+
+    def prefilled(self) -> list[Received]:
+        return _of_clients(self.prefill)
+
+    def last_decision(self) -> dict[str, Any]:
+        return self.sidecar.decisions()[0]
+
+    def has_blamed_prefill(self) -> bool:
+        """Whether anything went wrong with the prefill engine, so that its breaker may have opened."""
+        faults = [fault for record in self.sidecar.decisions() for fault in record.get("faults", ())]
+        return any(fault["prefill"] == self.prefill.address for fault in faults)
+
+    def check_idle(self, descriptors: int) -> None:
+        """Every gauge reads 0, and once the engines have closed what is idle no connection is left. `descriptors`
+        is how many others there were at the start."""
+        metrics = None
+
+        def all_zero() -> bool:
+            nonlocal metrics
+            metrics = self.sidecar.metrics()
+            return not metrics("inflight") and not metrics("recompute_inflight")
+
+        eventually(all_zero)
+        eventually(lambda: not self._connections_left())
+        assert self.sidecar.other_descriptors <= descriptors
+
+    def _connections_left(self) -> list[Connection]:
+        for engine in (self.prefill, self.decode):
+            close_idle(engine)
+        time.sleep(0.005)
+        side_channels = {self.prefill.side_channel_port, self.decode.side_channel_port}
+        return [one for one in self.sidecar.connections if one.remote_port not in side_channels]
+
+
+def close_idle(engine: ThreadedEngine) -> None:
+    """What uvicorn does after 5 s without a request."""
+
+    def close() -> None:
+        for connection in list(engine.engine.server.connections):
+            if not connection.busy:
+                connection.transport.close()
+
+    engine.call(close)
+
+
+def _of_clients(engine: ThreadedEngine) -> list[Received]:
+    probes = (("GET", "/health"), ("GET", "/metrics"))
+    return [one for one in engine.requests if (one.method, one.target) not in probes]
