@@ -4,7 +4,6 @@ Pure functions of the top-level members of the body. Values are looked at as byt
 its meaning is needed and it is small or rare.
 """
 
-import re
 from typing import Any
 
 import msgspec
@@ -15,8 +14,6 @@ from sidecar.exchange.splice import Fields, NotAnObject, fields, is_object
 BYTES_PER_TOKEN = 4
 """A usual figure for English text and code under BPE vocabularies; token ids are counted exactly."""
 
-_MEDIA = re.compile(rb"(image|video|audio|file)_(url|data)|input_(image|audio|file|video)|\"source\"")
-_FETCHED = ("http://", "https://", "file://", "s3://", "gs://")
 
 
 class _Tool(msgspec.Struct):
@@ -50,7 +47,7 @@ def _prompt_keeps_local(api: Api, members: Fields) -> str:
         return "several prompts"
     if api is RESPONSES and _has_server_tools(members.get("tools")):
         return "tools"
-    if api is not COMPLETIONS and _fetches_media(prompt):
+    if api.media_url and _fetches_media(api, prompt):
         return "remote media"
     return ""
 
@@ -70,9 +67,9 @@ def _has_server_tools(tools: msgspec.Raw | None) -> bool:
         return True
 
 
-def _fetches_media(prompt: msgspec.Raw) -> bool:
+def _fetches_media(api: Api, prompt: msgspec.Raw) -> bool:
     """Media that each leg would fetch for itself may change in between; data URLs cannot."""
-    if not _MEDIA.search(prompt):
+    if api.media_url not in bytes(prompt):
         return False
     try:
         return _holds_url(msgspec.json.decode(prompt))

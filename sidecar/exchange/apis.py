@@ -39,6 +39,8 @@ class Api:
     """(field, values that leave the request splittable besides absent and null); read where `caps` apply."""
     never: tuple[str, ...] = ()
     """Top-level fields whose mere presence (other than null, false) keeps the request local."""
+    media_url: bytes = b""
+    """What a prompt that names media by URL must contain; looked for before anything is decoded."""
     preamble: tuple[bytes, ...] = ()
     """SSE event types that the engine sends before it has any KV, so they do not prove that the pull worked."""
     cached_tokens: bytes = b'"cached_tokens":'
@@ -67,6 +69,7 @@ CHAT = Api(
     drop=_STOP,
     single=_ONE_SAMPLE,
     never=_NEEDS_LOCAL,
+    media_url=b'_url"',
 )
 RESPONSES = Api(
     name="responses",
@@ -76,6 +79,7 @@ RESPONSES = Api(
     drop=frozenset({"stop", "stop_token_ids", "stream_options"}),
     # What the engine looks up in its own memory, or runs beyond one generation, exists on one engine only.
     never=("background", "previous_response_id", "previous_input_messages", "conversation", "prompt"),
+    media_url=b'_url"',
     preamble=(b"response.created", b"response.in_progress"),
 )
 MESSAGES = Api(
@@ -84,6 +88,7 @@ MESSAGES = Api(
     prompt=("messages", "system", "tools"),
     caps={"stream": FALSE, "max_tokens": ONE},
     drop=frozenset({"stop_sequences"}),
+    media_url=b'"url"',
     cached_tokens=b'"cache_read_input_tokens":',
 )
 GENERATE = Api(
