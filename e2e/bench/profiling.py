@@ -1,6 +1,6 @@
 """Where the sidecar spends its time in one case, so that it is made faster by measurement.
 
-py-spy: samples by line, from outside, native frames included (no slowdown to speak of).
+py-spy: samples by line, from outside; C code counts for the line that called it (little slowdown).
 cprofile: every call counted, from inside (slows Python code far more than C code: read counts, not shares).
 perf: the kernel's and the C libraries' share, where `perf` is installed.
 It must not know what is measured otherwise.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import pstats
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from e2e.bench.install import Peers
     from e2e.bench.rig import Sample
 
-_TOP = 40
+_TOP = 60
+_LINE = re.compile(r":\d+\)$")
 
 
 def _load(bench: Bench, case: Case, proxy: Proxy, seconds: float) -> Sample:
@@ -43,7 +45,7 @@ def _told(sample: Sample) -> str:
 
 def _py_spy(bench: Bench, case: Case, binary: Path, proxy: Proxy, seconds: float) -> None:
     folded = proxy.place.folder / "folded.txt"
-    command = [str(binary), "record", "--native", "--rate", "500", "--format", "raw"]
+    command = [str(binary), "record", "--rate", "500", "--format", "raw"]
     sampler = subprocess.Popen(
         [*command, "--duration", str(int(seconds)), "--output", str(folded), "--pid", str(proxy.pid)],
         stdout=subprocess.DEVNULL,
@@ -56,27 +58,23 @@ def _py_spy(bench: Bench, case: Case, binary: Path, proxy: Proxy, seconds: float
     if not folded.exists():
         print(f"py-spy brought nothing: {errors.strip()[-400:]}")
         return
-    own: collections.Counter[str] = collections.Counter()
-    within: collections.Counter[str] = collections.Counter()
-    line_of: collections.Counter[str] = collections.Counter()
+    line_own: collections.Counter[str] = collections.Counter()
+    function_own: collections.Counter[str] = collections.Counter()
+    function_all: collections.Counter[str] = collections.Counter()
     total = 0
     for line in folded.read_text().splitlines():
         stack, _, count_text = line.rpartition(" ")
         count, frames = int(count_text), stack.split(";")
         total += count
-        own[frames[-1]] += count
-        for frame in set(frames):
-            within[frame] += count
-        # The innermost line of our own that led here: native time is charged to the call that asked for it.
-        for frame in reversed(frames):
-            if "sidecar/" in frame or "transport/" in frame:
-                line_of[frame] += count
-                break
+        line_own[frames[-1]] += count
+        function_own[_LINE.sub(")", frames[-1])] += count
+        for function in {_LINE.sub(")", frame) for frame in frames}:
+            function_all[function] += count
     print(f"\n{_told(sample)}; {total} samples\n")
     for title, counter in (
-        ("Lines of ours that were innermost (native code below them included)", line_of),
-        ("Frames by their own time", own),
-        ("Frames by their time with all below them", within),
+        ("Functions by their own time, C code called from them included", function_own),
+        ("Lines by their own time", line_own),
+        ("Functions with all below them", function_all),
     ):
         print(f"## {title}")
         for frame, count in counter.most_common(_TOP):
