@@ -47,7 +47,6 @@ class Engine:
         api_key: str | None = None,
         enable_prompt_tokens_details: bool = True,
         tool_parser: bool = True,
-        reasoning_parser: bool = False,
         enable_scale_out: bool = True,
         keep_alive_seconds: float = 5.0,
         compat_salt: str = "",
@@ -65,7 +64,6 @@ class Engine:
         self.api_key = api_key
         self.enable_prompt_tokens_details = enable_prompt_tokens_details
         self.tool_parser = tool_parser
-        self.reasoning_parser = reasoning_parser
         self.enable_scale_out = enable_scale_out
         self.compat_salt = compat_salt
         self.limits = replace(Limits(), **limits)

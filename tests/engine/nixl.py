@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -240,6 +241,8 @@ class Handshakes:
 def _req_socket(host: Any, port: Any) -> Iterator[zmq.Socket[bytes]]:
     if not isinstance(host, str | None) or host == "":
         raise zmq.ZMQError(msg="Invalid argument")
+    # vLLM takes the path apart before it connects: no number, or one above 65535, fails at once.
+    _ = urlsplit(f"tcp://h:{port}").port
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.REQ)
     socket.setsockopt(zmq.LINGER, 0)

@@ -85,7 +85,12 @@ async def show_metrics(engine: Engine, _received: Received) -> Answer:
 
 async def invocations(engine: Engine, received: Received) -> Answer:
     """SageMaker's: the first API whose model takes the body (serve/sagemaker/api_router.py)."""
-    raw = parse_json(received)
+    try:
+        raw = parse_json(received)
+    except FieldError as error:
+        raise ApiError(400, f"JSON decode error: {error}", "Bad Request") from None
+    # A header names the adapter here; what the body says is dropped (inject_adapter_id).
+    raw.pop("model", None)
     for api in (chat, completions):
         try:
             return await api.serve(engine, received, dict(raw))

@@ -62,6 +62,8 @@ class Received:
     # The client closed before the answer was complete.
     client_gone: bool = False
     fault: Fault | None = None
+    # An exception that broke the answer off.
+    error: Exception | None = None
     _json: Any = None
 
     @property
@@ -290,6 +292,9 @@ class Connection(asyncio.Protocol):
             ended = await _Sender(self, received, keep_alive).serve()
         except (asyncio.CancelledError, ConnectionError):
             pass
+        except Exception as error:
+            # uvicorn: the connection is closed, in the middle of the body if there was one.
+            received.error = error
         finally:
             self._task = None
         if not ended:

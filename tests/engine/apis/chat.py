@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tests.engine import tokens
@@ -12,6 +12,7 @@ from tests.engine.apis import logprobs, serving
 from tests.engine.apis.schema import (
     COMMON,
     ApiError,
+    GenerationFailed,
     boolean,
     check,
     check_prompt_logprobs,
@@ -22,6 +23,7 @@ from tests.engine.apis.schema import (
     json_answer,
     list_of,
     mapping,
+    message,
     nullable,
     one_of,
     parse_json,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 FIELDS = {
     **COMMON,
-    "messages": list_of(mapping),
+    "messages": list_of(message(branch="ChatCompletionDeveloperMessageParam")),
     "logprobs": nullable(boolean),
     "top_logprobs": nullable(integer()),
     "max_completion_tokens": nullable(integer()),
@@ -97,11 +99,10 @@ def render(body: dict[str, Any]) -> str:
         parts.append("<|im_start|>tools\n" + json_bytes(body["tools"]).decode() + "<|im_end|>\n")
     if body.get("chat_template_kwargs"):
         parts.append("<|template|>" + json_bytes(body["chat_template_kwargs"]).decode())
-    for message in body["messages"]:
-        content = message.get("content")
-        calls = message.get("tool_calls")
-        text = flatten(content) + (json_bytes(calls).decode() if calls else "")
-        parts.append(f"<|im_start|>{message.get('role', 'user')}\n{text}<|im_end|>\n")
+    for each in body["messages"]:
+        calls = each.get("tool_calls")
+        text = flatten(each.get("content")) + (json_bytes(calls).decode() if calls else "")
+        parts.append(f"<|im_start|>{each.get('role', 'user')}\n{text}<|im_end|>\n")
     if body.get("continue_final_message"):
         return "".join(parts).removesuffix("<|im_end|>\n")
     if body.get("add_generation_prompt", True):
@@ -190,10 +191,8 @@ class Request:
         self.samples = body.get("n") or 1
         self.prompt = prompt_of(body)
         self.return_ids = bool(body.get("return_token_ids"))
-        asked = body.get("max_completion_tokens")
-        if asked is None:
-            asked = body.get("max_tokens")
-        limit = serving.output_limit(engine, self.prompt, asked, "max_tokens")
+        capped_by = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+        limit = serving.output_limit(engine, self.prompt, body.get(capped_by), capped_by)
         check_sampling(body, limit)
         self.jobs = serving.samples_of(
             serving.job(
@@ -273,28 +272,31 @@ class Request:
                     "prompt_tokens": len(self.prompt),
                     "total_tokens": len(self.prompt) + completed,
                     "completion_tokens": completed,
+                    "completion_tokens_details": None,
                 }
-                if self.engine.reasoning_parser:
-                    chunk["usage"]["completion_tokens_details"] = None
             return b"data: " + json_bytes({**chunk, **more}) + b"\n\n"
+
+        def openings() -> Iterator[bytes]:
+            for each in range(self.samples):
+                yield packed(
+                    {
+                        "index": each,
+                        "delta": {"role": "assistant", "content": ""},
+                        "logprobs": None,
+                        "finish_reason": None,
+                    },
+                    0,
+                    prompt_token_ids=list(self.prompt) if self.return_ids else None,
+                    prompt_text=render(self.body) if self.body.get("return_prompt_text") else None,
+                )
 
         stream = serving.steps(self.engine, core, self.jobs, rank)
         try:
             async for index, run, step in stream:
                 if cached is None:
                     cached, created = run.cached_tokens, run.created_tokens
-                    for each in range(self.samples):
-                        yield packed(
-                            {
-                                "index": each,
-                                "delta": {"role": "assistant", "content": ""},
-                                "logprobs": None,
-                                "finish_reason": None,
-                            },
-                            0,
-                            prompt_token_ids=list(self.prompt) if self.return_ids else None,
-                            prompt_text=render(self.body) if self.body.get("return_prompt_text") else None,
-                        )
+                    for first in openings():
+                        yield first
                 counts[index] += len(step.token_ids)
                 choice: dict[str, Any] = {
                     "index": index,
@@ -318,6 +320,9 @@ class Request:
                 }
                 yield b"data: " + json_bytes(serving.without_nones(last)) + b"\n\n"
         except ApiError as error:
+            if cached is None and isinstance(error, GenerationFailed):
+                for first in openings():
+                    yield first
             yield error.event()
         finally:
             await stream.aclose()

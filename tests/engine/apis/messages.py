@@ -9,6 +9,7 @@ from tests.engine import tokens
 from tests.engine.apis import chat, serving
 from tests.engine.apis.schema import (
     ApiError,
+    GenerationFailed,
     boolean,
     check,
     either,
@@ -17,6 +18,7 @@ from tests.engine.apis.schema import (
     json_answer,
     list_of,
     mapping,
+    message,
     nullable,
     number,
     parse_json,
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 FIELDS = {
     "model": string(),
-    "messages": list_of(mapping),
+    "messages": list_of(message(roles=("user", "assistant", "system"))),
     "max_tokens": integer(),
     "metadata": nullable(mapping),
     "stop_sequences": nullable(list_of(string(), maximum=64)),
@@ -66,9 +68,6 @@ def _validate(body: dict[str, Any]) -> None:
         raise field_problem("model", "Model is required", body["model"])
     if body["max_tokens"] <= 0:
         raise field_problem("max_tokens", "max_tokens must be positive", body["max_tokens"])
-    for message in body["messages"]:
-        if message.get("role") not in ("user", "assistant", "system") or "content" not in message:
-            raise field_problem("messages", "not a message", message)
     thinking = body.get("thinking") or {}
     prefill = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
     if thinking.get("type") == "enabled" and not prefill:
@@ -137,7 +136,7 @@ async def _whole(request: chat.Request, core: Core, rank: int | None) -> dict[st
     (result,) = await serving.complete(request.engine, core, request.jobs, rank)
     reason, sequence = _reason(result.finish_reason, result.stop_reason)
     counts = (result.run.cached_tokens, result.run.created_tokens)
-    return serving.without_nones(
+    answer = serving.without_nones(
         {
             "id": request.id,
             "type": "message",
@@ -147,13 +146,31 @@ async def _whole(request: chat.Request, core: Core, rank: int | None) -> dict[st
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": _usage(request, len(result.token_ids), counts),
-            "kv_transfer_params": result.run.kv_transfer_params,
         }
     )
+    if result.run.kv_transfer_params is not None:
+        answer["kv_transfer_params"] = result.run.kv_transfer_params
+    return answer
 
 
 def _event(kind: str, **data: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + json_bytes({"type": kind, **data}) + b"\n\n"
+
+
+def _opening(request: chat.Request) -> bytes:
+    return _event(
+        "message_start",
+        message={
+            "id": request.id,
+            "type": "message",
+            "role": "assistant",
+            "content": [],
+            "model": request.model,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(request, 0, None),
+        },
+    )
 
 
 async def _events(request: chat.Request, core: Core, rank: int | None) -> AsyncGenerator[bytes, None]:
@@ -167,19 +184,7 @@ async def _events(request: chat.Request, core: Core, rank: int | None) -> AsyncG
         async for _, run, step in stream:
             if not completed:
                 counts = (run.cached_tokens, run.created_tokens)
-                yield _event(
-                    "message_start",
-                    message={
-                        "id": request.id,
-                        "type": "message",
-                        "role": "assistant",
-                        "content": [],
-                        "model": request.model,
-                        "stop_reason": None,
-                        "stop_sequence": None,
-                        "usage": _usage(request, 0, None),
-                    },
-                )
+                yield _opening(request)
             completed += len(step.token_ids)
             finish, stop = step.finish_reason, step.stop_reason
             if step.text:
@@ -196,6 +201,8 @@ async def _events(request: chat.Request, core: Core, rank: int | None) -> AsyncG
             usage=_usage(request, completed, counts),
         )
     except ApiError as error:
+        if not completed and isinstance(error, GenerationFailed):
+            yield _opening(request)
         # The converter takes the chat stream's error event for a chunk, and says what it misses in it.
         message = f"5 validation errors for ChatCompletionStreamResponse ({error.kind})"
         yield _event("error", error={"type": "internal_error", "message": message})

@@ -46,6 +46,17 @@ class FieldError(ApiError):
         super().__init__(400, message, HTTPStatus.BAD_REQUEST.phrase, param)
 
 
+class _UnreadableBody(ApiError):
+    """Not even JSON's encoding, or nested too deep: starlette's own error, not vLLM's."""
+
+    def __init__(self) -> None:
+        super().__init__(400, "There was an error parsing the body")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"detail": str(self)}
+
+
 _NO_VALUE = object()
 
 
@@ -63,8 +74,11 @@ def engine_dead() -> ApiError:
     return ApiError(500, DEAD_MESSAGE, "InternalServerError")
 
 
-def generation_failed() -> ApiError:
-    return ApiError(500, "Internal server error", "InternalServerError")
+class GenerationFailed(ApiError):
+    """The engine answered for this request, with `finish_reason` "error": so the answer had begun."""
+
+    def __init__(self) -> None:
+        super().__init__(500, "Internal server error", "InternalServerError")
 
 
 def json_answer(value: Any, status: int = 200) -> Answer:
@@ -76,9 +90,15 @@ Fields = Mapping[str, Check]
 
 
 class _Wrong(Exception):
-    def __init__(self, kind: str, message: str) -> None:
+    """What is wrong with a value, and where in it."""
+
+    def __init__(self, kind: str, message: str, where: tuple[Any, ...] = ()) -> None:
         super().__init__(message)
         self.kind = kind
+        self.where = where
+
+    def below(self, key: Any) -> _Wrong:
+        return _Wrong(self.kind, str(self), (key, *self.where))
 
 
 def parse_json(received: Received) -> dict[str, Any]:
@@ -93,7 +113,7 @@ def parse_json(received: Received) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise _problem("json_invalid", ("body", error.pos), "JSON decode error", {}) from None
     except (UnicodeDecodeError, RecursionError):
-        raise ApiError(400, "There was an error parsing the body", "Bad Request") from None
+        raise _UnreadableBody from None
     if not isinstance(body, dict):
         message = "Input should be a valid dictionary or object to extract fields from"
         raise _problem("model_attributes_type", ("body",), message, body)
@@ -113,7 +133,7 @@ def check(body: dict[str, Any], fields: Fields, required: tuple[str, ...] = ()) 
         try:
             checked[name] = rule(value)
         except _Wrong as wrong:
-            raise _problem(wrong.kind, ("body", name), str(wrong), value) from None
+            raise _problem(wrong.kind, ("body", name, *wrong.where), str(wrong), value) from None
     return checked
 
 
@@ -204,7 +224,13 @@ def list_of(item: Check, minimum: int = 0, maximum: int | None = None) -> Check:
             raise _Wrong("too_short", f"List should have at least {minimum} item after validation")
         if maximum is not None and len(value) > maximum:
             raise _Wrong("too_long", f"List should have at most {maximum} items after validation")
-        return [item(each) for each in value]
+        checked_items = []
+        for index, each in enumerate(value):
+            try:
+                checked_items.append(item(each))
+            except _Wrong as wrong:
+                raise wrong.below(index) from None
+        return checked_items
 
     return checked
 
@@ -220,14 +246,15 @@ def one_of(*values: str) -> Check:
 
 def either(*checks: Check) -> Check:
     def checked(value: Any) -> Any:
-        last: _Wrong | None = None
+        # The first problem is the one that `param` names.
+        first: _Wrong | None = None
         for each in checks:
             try:
                 return each(value)
             except _Wrong as wrong:
-                last = wrong
-        assert last is not None
-        raise last
+                first = first or wrong
+        assert first is not None
+        raise first
 
     return checked
 
@@ -248,9 +275,28 @@ _SCALAR = either(string(), number)
 
 def xargs(value: Any) -> dict[str, Any]:
     """`vllm_xargs`: strings, numbers and lists of them, so an object in it is a 400."""
-    for each in mapping(value).values():
-        either(_SCALAR, list_of(_SCALAR))(each)
+    for name, each in mapping(value).items():
+        try:
+            either(_SCALAR, list_of(_SCALAR))(each)
+        except _Wrong as wrong:
+            raise wrong.below(name) from None
     return dict(value)
+
+
+def message(roles: tuple[str, ...] | None = None, branch: str | None = None) -> Check:
+    """One message of a conversation; `branch` is the union member that pydantic names first."""
+
+    def checked(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            where = (branch,) if branch is not None else ()
+            raise _Wrong("dict_type", "Input should be a valid dictionary", where)
+        if roles is not None and value.get("role") not in roles:
+            raise _Wrong("literal_error", f"Input should be one of {roles}", ("role",))
+        if roles is not None and "content" not in value:
+            raise _Wrong("missing", "Field required", ("content",))
+        return value
+
+    return checked
 
 
 # The fields that completions, chat and responses share (generate/base, sampling parameters).
@@ -362,6 +408,8 @@ def check_sampling(body: dict[str, Any], max_tokens: int | None) -> None:
         raise refused(f"top_p must be in (0, 1], got {top_p}.", "top_p", top_p)
     if _or(body.get("top_k"), 0) < -1:
         raise refused(f"top_k must be 0 (disable), or at least 1, got {body['top_k']}.")
+    if temperature < 1e-5 and _or(body.get("n"), 1) > 1:
+        raise refused(f"n must be 1 when using greedy sampling, got {body['n']}.")
     _check_lengths(body, max_tokens)
 
 

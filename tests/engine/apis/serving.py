@@ -175,7 +175,7 @@ async def _complete_one(core: Core, single: Job) -> Result:
     except EngineDeadError:
         raise schema.engine_dead() from None
     except GenerationError:
-        raise schema.generation_failed() from None
+        raise schema.GenerationFailed() from None
 
 
 async def steps(
@@ -193,7 +193,7 @@ async def steps(
         except EngineDeadError:
             raise schema.engine_dead() from None
         except GenerationError:
-            raise schema.generation_failed() from None
+            raise schema.GenerationFailed() from None
         return
     queue: asyncio.Queue[tuple[int, Run, Step] | BaseException | None] = asyncio.Queue()
 
@@ -207,7 +207,7 @@ async def steps(
         except EngineDeadError:
             queue.put_nowait(schema.engine_dead())
         except GenerationError:
-            queue.put_nowait(schema.generation_failed())
+            queue.put_nowait(schema.GenerationFailed())
 
     tasks = [asyncio.ensure_future(feed(index, single)) for index, single in enumerate(jobs)]
     try:
