@@ -73,7 +73,11 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     ] = 10.0
     kv_lease: Annotated[
         float,
-        _m("seconds that prefill engines hold blocks (their kv_lease_duration); older handoffs are dropped", gt=1),
+        _m(
+            "seconds that prefill engines hold blocks (their kv_lease_duration); older handoffs are dropped",
+            gt=1,
+            le=86400,
+        ),
     ] = 30.0
     nixl_relay: Annotated[
         Literal["on", "off"],
@@ -205,10 +209,11 @@ def _from_file(path: Path, mistakes: list[str]) -> _Given:
     except (OSError, UnicodeDecodeError) as error:
         mistakes.append(f"file {path}: {getattr(error, 'strerror', None) or error}")
         return {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        mistakes.append(f"file {path}{where}: not valid YAML: {getattr(error, 'problem', error)}")
+        problem = str(getattr(error, "problem", None) or error).splitlines()[0]
+        mistakes.append(f"file {path}{where}: not valid YAML: {problem}")
         return {}
     if content is None:
         return {}
@@ -227,7 +232,7 @@ def _from_file(path: Path, mistakes: list[str]) -> _Given:
     return given
 
 
-_SERVICE_LINK = re.compile(r".*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
+_SERVICE_LINK = re.compile(r".*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
 _SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
 """Kubernetes sets variables for every Service of the namespace; one that is called pd-sidecar brings
 PD_SIDECAR_PORT=tcp://..., which is not meant for us."""
@@ -241,7 +246,7 @@ def _from_environ(environ: Mapping[str, str], mistakes: list[str]) -> _Given:
         if not variable.startswith(ENV_PREFIX) or variable == ENV_PREFIX + "CONFIG":
             continue
         field = by_env.get(variable)
-        if _SERVICE_LINK.fullmatch(variable) and (field is None or _SERVICE_LINK_VALUE.match(value)):
+        if _SERVICE_LINK.fullmatch(variable) or (variable.endswith("_PORT") and _SERVICE_LINK_VALUE.match(value)):
             continue
         if field is None:
             mistakes.append(f"environment {variable}: unknown setting{_meant(variable[len(ENV_PREFIX) :])}")

@@ -146,8 +146,8 @@ class Observer:
     ) -> None:
         what = exchange.what.value
         self.requests.add((api, what, exchange.reason, str(status) if status else "none"))
-        if exchange.handoff_outcome:
-            self.handoffs.add((exchange.handoff_outcome,))
+        for outcome in exchange.handoff_outcomes:
+            self.handoffs.add((outcome,))
         self._time(what, status, times)
         if api != "other":
             self._recent.append((time.time(), api, exchange, status, times, request_id, client_left))
@@ -184,8 +184,8 @@ class Observer:
                 fault.row.message,
                 f" ({fault.detail})" if fault.detail else "",
             )
-        if exchange.what is Kind.RECOMPUTE:
-            row = exchange.faults[-1].row
+        row = exchange.fell_back
+        if row is not None:
             self.fallbacks.add((str(row.stage), row.fault))
 
     def _tell_changes(self, endpoint: Endpoint) -> None:
@@ -232,8 +232,8 @@ def _decision_record(
         record["candidates"] = [endpoint.label for endpoint in decision.candidates[:16]]
     if exchange.prefill_endpoint is not None:
         record["prefill"] = exchange.prefill_endpoint.label
-    if exchange.handoff_outcome:
-        record["handoff"] = exchange.handoff_outcome
+    if exchange.handoff_outcomes:
+        record["handoffs"] = exchange.handoff_outcomes
     if times.prefill_done:
         record["prefill_seconds"] = round(times.prefill_done - times.prefill_sent, 6)
     if times.first_byte:

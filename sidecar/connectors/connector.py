@@ -68,10 +68,10 @@ class Rejection:
 class PrefillUsage(msgspec.Struct, frozen=True):
     """Token counts of a prefill answer, over all APIs."""
 
-    prompt_tokens: int = 0
-    input_tokens: int = 0
-    cache_read_input_tokens: int = 0
-    cache_creation_input_tokens: int = 0
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
     prompt_tokens_details: dict[str, msgspec.Raw] | None = None
     input_tokens_details: dict[str, msgspec.Raw] | None = None
 
@@ -80,7 +80,8 @@ class PrefillUsage(msgspec.Struct, frozen=True):
         """Prompt tokens; /v1/messages counts cached ones apart (anthropic/serving.py of vLLM 0.32)."""
         if self.prompt_tokens:
             return self.prompt_tokens
-        return self.input_tokens + self.cache_read_input_tokens + self.cache_creation_input_tokens
+        parts = (self.input_tokens, self.cache_read_input_tokens, self.cache_creation_input_tokens)
+        return sum(part or 0 for part in parts)
 
     @property
     def cached(self) -> int | None:
@@ -88,7 +89,7 @@ class PrefillUsage(msgspec.Struct, frozen=True):
         details = self.prompt_tokens_details or self.input_tokens_details
         raw = details.get("cached_tokens") if details else None
         if raw is None:
-            return self.cache_read_input_tokens or None
+            return self.cache_read_input_tokens
         try:
             return msgspec.json.decode(raw, type=int)
         except msgspec.MsgspecError:

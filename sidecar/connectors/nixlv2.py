@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from sidecar.connectors.connector import Connector, Handoff, PrefillAnswer, Rejection, Source
+from sidecar.prefill.address import BadAddress, canonical_host
 
 _Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[^,\s\x00-\x1f]+$")]
 """The engines join request ids with commas in their heartbeats (pull_worker.py), so an id must hold none."""
@@ -55,14 +56,15 @@ def _read(answer: PrefillAnswer, source: Source) -> Handoff | Rejection:
         return Rejection("invalid", "kv_transfer_params: not a handoff for a decode engine")
     if params.transfer_mode not in (None, "pull"):
         return Rejection("invalid", "kv_transfer_params: transfer_mode is not pull; use --kv-connector nixl-push")
-    if params.remote_host not in source.hosts:
+    if not _is_host_of(params.remote_host, source):
         return Rejection("wrong_host", f"remote_host is {params.remote_host!r}, the endpoint is {_known(source)}")
     prompt_tokens = answer.usage.total if answer.usage else 0
     if prompt_tokens <= 0:
         return Rejection("invalid", "the prefill answer does not say how many prompt tokens it had")
     cached = answer.usage.cached if answer.usage and params.remote_prefill_cached_tokens is None else None
     empty = not any(params.remote_block_ids)
-    if not empty and (rejection := _blocks_fit(params, prompt_tokens, source)):
+    rejection = _blocks_fit(params, prompt_tokens, source)
+    if rejection is not None and not (empty and rejection.fault == "unverifiable"):
         return rejection
     return Handoff(
         params=bytes(raw),
@@ -82,9 +84,11 @@ def _blocks_fit(params: _Params, prompt_tokens: int, source: Source) -> Rejectio
     block_size = source.facts.block_size or source.fallback_block_size
     if not block_size:
         return Rejection("unverifiable", "block size unknown")
+    if not any(params.remote_block_ids) and prompt_tokens < block_size:
+        return None  # nothing to pull for a prompt that fills no block
     needed = -(-prompt_tokens // block_size)
     # Only groups with full attention hold a block for every part of the prompt; sliding windows hold fewer.
-    longest = max(map(len, params.remote_block_ids))
+    longest = max(map(len, params.remote_block_ids), default=0)
     # One more: the token that the prefill leg generated may have opened a new block.
     if not needed <= longest <= needed + 1:
         return Rejection(
@@ -97,6 +101,13 @@ def _blocks_fit(params: _Params, prompt_tokens: int, source: Source) -> Rejectio
         if len(set(group)) != len(group):
             return Rejection("invalid", "a block id is named twice")
     return None
+
+
+def _is_host_of(host: str, source: Source) -> bool:
+    try:
+        return canonical_host(host) in source.hosts
+    except BadAddress:
+        return False
 
 
 def _without_values(error: Exception) -> str:

@@ -15,7 +15,6 @@ BYTES_PER_TOKEN = 4
 """A usual figure for English text and code under BPE vocabularies; token ids are counted exactly."""
 
 
-
 class _Tool(msgspec.Struct):
     type: str = "function"
 
@@ -63,7 +62,7 @@ def _has_server_tools(tools: msgspec.Raw | None) -> bool:
         return False
     try:
         return any(tool.type != "function" for tool in msgspec.json.decode(tools, type=list[_Tool]))
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return True
 
 

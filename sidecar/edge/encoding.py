@@ -1,10 +1,24 @@
 """Compressed request bodies: inflated before they are looked into, within a bound. No I/O."""
 
+import sys
 import zlib
-
-import zstandard
+from collections.abc import Callable
+from typing import Protocol
 
 from sidecar.exchange.failures import TABLE, Row, Stage
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+Buffer = bytes | memoryview
+
+_GZIP = 31
+_SLICE_BYTES = 16384
+_MAX_MEMBERS = 1024
+# RFC 9659: a decoder need not, and for its memory's sake should not, offer more than 8 MiB.
+_ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 23}
 
 _TOO_LARGE = TABLE[Stage.READING, "too_large"]
 _BAD = TABLE[Stage.READING, "bad_encoding"]
@@ -27,7 +41,7 @@ def decoded(body: bytes, content_encoding: bytes, max_bytes: int) -> bytes:
         raise Undecodable(_UNKNOWN, "more than three encodings")
     for name in reversed(names):
         if name in (b"gzip", b"x-gzip"):
-            body = _inflate(body, 31, max_bytes)
+            body = _inflate(body, _GZIP, max_bytes)
         elif name == b"deflate":
             # Meant is zlib's format, but raw deflate is sent as well; the first byte tells them apart.
             body = _inflate(body, 15 if body[:1] and body[0] & 0x0F == 8 else -15, max_bytes)
@@ -39,40 +53,84 @@ def decoded(body: bytes, content_encoding: bytes, max_bytes: int) -> bytes:
 
 
 def _inflate(body: bytes, window_bits: int, max_bytes: int) -> bytes:
-    out: list[bytes] = []
-    left = max_bytes
-    try:
-        while True:  # a gzip body may be several members
-            inflate = zlib.decompressobj(window_bits)
-            out.append(inflate.decompress(body, left + 1))
-            left -= len(out[-1])
-            if left < 0:
-                raise Undecodable(_TOO_LARGE)
-            if not inflate.eof:
-                raise Undecodable(_BAD, "it ends too early")
-            body = inflate.unused_data
-            if not body:
-                return b"".join(out)
-            if window_bits != 31:
-                raise Undecodable(_BAD, "bytes after its end")
-    except zlib.error as error:
-        raise Undecodable(_BAD, str(error)) from None
+    return _decompressed(body, lambda: _Zlib(window_bits), max_bytes, several=window_bits == _GZIP)
 
 
 def _zstd(body: bytes, max_bytes: int) -> bytes:
+    return _decompressed(body, lambda: zstd.ZstdDecompressor(options=_ZSTD_OPTIONS), max_bytes, several=True)
+
+
+class _Decompressor(Protocol):
+    """As in Python 3.14's `compression` package."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    @property
+    def needs_input(self) -> bool: ...
+
+    def decompress(self, data: Buffer, max_length: int) -> bytes: ...
+
+
+class _Zlib:
+    """zlib's decompressor with the interface of the newer ones."""
+
+    def __init__(self, window_bits: int) -> None:
+        self._inner = zlib.decompressobj(window_bits)
+
+    @property
+    def eof(self) -> bool:
+        return self._inner.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._inner.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._inner.unconsumed_tail
+
+    def decompress(self, data: Buffer, max_length: int) -> bytes:
+        return self._inner.decompress(self._inner.unconsumed_tail + data, max_length)
+
+
+def _decompressed(body: bytes, make: Callable[[], _Decompressor], max_bytes: int, *, several: bool) -> bytes:
+    """The content of `several` members one after the other, or of exactly one. Slices keep what a member leaves
+    over small: it is copied for each member."""
     out: list[bytes] = []
     left = max_bytes
+    members = 1
+    current = make()
+    view = memoryview(body)
+    data: Buffer = b""
+    at = 0
     try:
-        # A window larger than the bound would be allocated before a byte is decoded.
-        window = max(1 << 10, min(max_bytes, 1 << 27))
-        with zstandard.ZstdDecompressor(max_window_size=window).stream_reader(
-            body, read_across_frames=True
-        ) as reader:
-            while piece := reader.read(min(left + 1, 1 << 20)):
-                out.append(piece)
-                left -= len(piece)
-                if left < 0:
-                    raise Undecodable(_TOO_LARGE)
-    except zstandard.ZstdError as error:
+        while True:
+            if not data and (not current.eof and current.needs_input):
+                data = view[at : at + _SLICE_BYTES]
+                at += len(data)
+                if not data:
+                    raise Undecodable(_BAD, "it ends too early")
+            piece = current.decompress(data, left + 1)
+            data = b""
+            out.append(piece)
+            left -= len(piece)
+            if left < 0:
+                raise Undecodable(_TOO_LARGE)
+            if not current.eof:
+                continue
+            data = current.unused_data or view[at : at + _SLICE_BYTES]
+            at += 0 if current.unused_data else len(data)
+            if not data:
+                return b"".join(out)
+            members += 1
+            if not several or members > _MAX_MEMBERS:
+                raise Undecodable(
+                    _BAD, "bytes after its end" if not several else f"more than {_MAX_MEMBERS} members"
+                )
+            current = make()
+    except (zlib.error, zstd.ZstdError) as error:
         raise Undecodable(_BAD, str(error)) from None
-    return b"".join(out)

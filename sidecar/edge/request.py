@@ -36,8 +36,10 @@ _READ = frozenset(
     }
 )
 
+_CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
+"""The engine's router takes a path with a line feed behind it for the path without."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-ALWAYS_READ = frozenset({*APIS, b"/invocations"})
+ALWAYS_READ = (*APIS, b"/invocations")
 """Paths whose bodies the engine takes for JSON whatever Content-Type says (vLLM 0.32, `raw_request.json()`)."""
 
 _STREAMED_TYPES = (b"multipart/", b"audio/", b"video/", b"image/", b"application/octet-stream")
@@ -110,6 +112,8 @@ class Request:
             return "malformed", "Transfer-Encoding other than chunked"
         if self.expects_continue and [v.strip().lower() for v in read[b"expect"]] != [b"100-continue"]:
             return "unknown_expectation", ""
+        if _CONTROL.search(self.path):
+            return "malformed", "a control character in the path"
         if self.method == b"CONNECT":
             return "malformed", "CONNECT is not served here"
         length = read.get(b"content-length")
@@ -125,10 +129,15 @@ class Request:
     def is_streamed(self) -> bool:
         """Bodies that are no JSON are relayed as they arrive; all others are looked into first. On the paths where
         the engine takes every body for JSON, whatever its type says, so do we."""
-        if not self.has_body or self.path in ALWAYS_READ:
+        if not self.has_body or self.is_always_read:
             return False
         types = self.read.get(b"content-type")
         return types is not None and types[0].lower().startswith(_STREAMED_TYPES)
+
+    @property
+    def is_always_read(self) -> bool:
+        """Whether the engine takes the body for JSON whatever its type says, also behind a `--root-path`."""
+        return self.method == b"POST" and self.path.endswith(ALWAYS_READ)
 
     @property
     def is_chunked(self) -> bool:

@@ -15,7 +15,7 @@ from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable, decoded
 from sidecar.edge.engine import EngineConnection, EnginePool, Head
 from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg, ReleaseLeg
-from sidecar.edge.request import ALWAYS_READ, Request
+from sidecar.edge.request import Request
 from sidecar.edge.service import Service, Times
 from sidecar.edge.tunnel import join
 from sidecar.exchange import life
@@ -84,25 +84,25 @@ class Runner:
     def start(self) -> None:
         """The request is complete, or its body will be streamed."""
         request = self._request
+        service = self._service
+        settings = service.settings
         try:
             self._read()
+            decision = decide(
+                service.live.mode,
+                service.connector.splits,
+                self._api,
+                self._members,
+                request.read.get(b"x-prefiller-host-port", []),
+                service.endpoints,
+                settings.min_remote_tokens,
+            )
         except Undecodable as error:
             self._refuse(error.row, error.detail)
             return
         except NotAnObject as error:
             self._refuse(_BAD_JSON, str(error).splitlines()[0][:200])
             return
-        service = self._service
-        settings = service.settings
-        decision = decide(
-            service.live.mode,
-            service.connector.splits,
-            self._api,
-            self._members,
-            request.read.get(b"x-prefiller-host-port", []),
-            service.endpoints,
-            settings.min_remote_tokens,
-        )
         service.observer.decided(decision, time.monotonic() - self._times.complete)
         self._exchange = life.Exchange(
             decision,
@@ -162,7 +162,7 @@ class Runner:
             return
         body = request.body
         encoding = request.content_encoding
-        is_read = request.path in ALWAYS_READ and request.method == b"POST"
+        is_read = request.is_always_read
         if encoding and is_read:
             body = decoded(body, encoding, self._service.settings.max_body_bytes)
             request.inflated = True

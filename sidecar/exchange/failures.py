@@ -199,4 +199,3 @@ def markdown() -> str:
         mark = "yes" if row.blames else ""
         lines.append(f"| {row.stage} | `{row.fault}` | {row.message} | {row.then} | {mark} | {status} |")
     return "\n".join(lines) + "\n"
-

@@ -116,11 +116,13 @@ class Exchange:
         "_now",
         "_prefilling",
         "_recompute_on_failure",
+        "_trial",
         "_tried",
         "decision",
         "faults",
+        "fell_back",
         "handoff",
-        "handoff_outcome",
+        "handoff_outcomes",
         "on_attempt",
         "prefill_endpoint",
         "reason",
@@ -152,7 +154,10 @@ class Exchange:
         self.prefill_endpoint: Endpoint | None = None
         self.handoff: Handoff | None = None
         """The one handoff, while it is alive."""
-        self.handoff_outcome = ""
+        self.handoff_outcomes: list[str] = []
+        """What became of each handoff, or of an answer that should have held one."""
+        self.fell_back: Row | None = None
+        """Why the prompt was recomputed."""
         self.faults: list[Fault] = []
         self.on_attempt = on_attempt
         self._connector = connector
@@ -164,6 +169,8 @@ class Exchange:
         self._lease_s = lease_s
         self._tried: list[Endpoint] = []
         self._prefilling = False
+        self._trial = False
+        """This request is the trial of its endpoint's half-open breaker and has not said how it went."""
         self._held_tokens = -1
         self._handoff_born = 0.0
         self.remote = False
@@ -201,8 +208,9 @@ class Exchange:
         if isinstance(result, Rejection):
             return self._no_kv(result)
         if result.empty:  # nothing to pull, nothing is wrong, and the decode engine must not be asked to
-            self.handoff_outcome = "used"
+            self.handoff_outcomes.append("used")
             endpoint.breaker.succeeded()
+            self._trial = False
             self.stage = Stage.DECODE
             return Decode(None)
         self.handoff = result
@@ -221,14 +229,14 @@ class Exchange:
 
     def _no_kv(self, rejection: Rejection) -> Command:
         self._endpoints.brought_no_kv()
-        self.handoff_outcome = "invalid"
+        self.handoff_outcomes.append("invalid")
         return self.fault(rejection.fault, rejection.detail)
 
     def decode_connected(self) -> Command | None:
         """A connection to the decode engine is there; None: go ahead and send. The handoff's last check."""
         if self.handoff is not None and self._now() - self._handoff_born >= self._lease_s:
             self.handoff = None
-            self.handoff_outcome = "expired"
+            self.handoff_outcomes.append("expired")
             return self.fault("expired", f"older than {self._lease_s:g} s")
         return None
 
@@ -240,7 +248,7 @@ class Exchange:
         self.stage = Stage.PULL
         self.remote = True
         self.handoff = None
-        self.handoff_outcome = "used"
+        self.handoff_outcomes.append("used")
 
     def decode_answered(self, status: int, is_event_stream: bool) -> Command:
         """The decode engine's head is here."""
@@ -271,6 +279,8 @@ class Exchange:
             self._end_prefill(name)
         elif row.blames and endpoint is not None:
             self._blame(endpoint, name)
+            if row.stage is Stage.PULL:
+                self._endpoints.brought_no_kv()
         match row.then:
             case Then.ANSWER:
                 self.what, self.reason = Kind.REFUSED, row.reason
@@ -279,6 +289,7 @@ class Exchange:
             case Then.RELAY:
                 return RELAY
             case Then.NEXT:
+                self._strand()
                 self.stage = Stage.PREFILL
                 return self._next_prefill() or self._policy(row, row.reason, detail)
             case Then.POLICY:
@@ -289,7 +300,7 @@ class Exchange:
                 handoff, self.handoff = self.handoff, None
                 if handoff is None:
                     return CLOSE
-                self.handoff_outcome = "released"
+                self.handoff_outcomes.append("released")
                 return Release(handoff)
             case Then.TO_FIRST_BYTE:
                 return TO_FIRST_BYTE
@@ -306,8 +317,7 @@ class Exchange:
         """The request is over, in whatever way: everything reserved is given back. May be called twice."""
         if self._prefilling:
             self._end_prefill("client_left")
-        if self.prefill_endpoint is not None:
-            self.prefill_endpoint.breaker.abandoned()  # a trial that ended without a verdict
+        self._leave_endpoint()
         self._strand()
         self._give_back_budget()
 
@@ -324,12 +334,12 @@ class Exchange:
         )
         if endpoint is None:
             return None
+        self._leave_endpoint()
         self._attempts_left -= 1
         self._tried.append(endpoint)
         self.prefill_endpoint = endpoint
         self._prefilling = True
-        self.handoff_outcome = ""
-        self._endpoints.begin(endpoint)
+        self._trial = self._endpoints.begin(endpoint)
         return Prefill(endpoint)
 
     def _end_prefill(self, outcome: str) -> Endpoint:
@@ -341,15 +351,19 @@ class Exchange:
         row = TABLE.get((Stage.PREFILL, outcome))
         if row is not None and row.blames:
             self._blame(endpoint, outcome)
-        elif row is not None:
-            endpoint.breaker.abandoned()
         return endpoint
+
+    def _leave_endpoint(self) -> None:
+        """Nothing more will be heard of the present endpoint; a trial without a verdict is no verdict."""
+        if self._trial and self.prefill_endpoint is not None:
+            self.prefill_endpoint.breaker.abandoned()
+        self._trial = False
 
     def _blame(self, endpoint: Endpoint, fault: str) -> None:
         # What costs a timeout, or can be known at once, is not tried again and again.
-        self._endpoints.failed(
-            endpoint, at_once=fault in ("refused", "unreachable", "peer_silent", "side_channel_dead")
-        )
+        at_once = fault in ("refused", "unreachable", "peer_silent", "side_channel_dead")
+        self._endpoints.failed(endpoint, at_once=at_once, trial=self._trial)
+        self._trial = False
 
     def _policy(self, row: Row, reason: str, detail: str = "") -> Command:
         self._strand()
@@ -359,11 +373,13 @@ class Exchange:
             return Answer(row, detail)
         tokens = self.decision.estimated_tokens
         if not self._budget.take(tokens):
-            self.what, self.reason = Kind.REFUSED, "over_budget"
-            return Answer(TABLE[Stage.DECODE, "over_budget"], detail)
+            over = TABLE[Stage.DECODE, "over_budget"]
+            self.what, self.reason = Kind.REFUSED, over.reason
+            return Answer(over, detail)
         self._held_tokens = tokens
         if self.decision.kind is Kind.REMOTE:
             self.what = Kind.RECOMPUTE
+            self.fell_back = row
         self.reason = reason
         self.stage = Stage.DECODE
         return Decode(None)
@@ -372,6 +388,7 @@ class Exchange:
         endpoint = self.prefill_endpoint
         assert endpoint is not None
         self._endpoints.brought_kv(endpoint)
+        self._trial = False
 
     def _streaming(self) -> None:
         self.stage = Stage.STREAMING
@@ -381,7 +398,7 @@ class Exchange:
         """A handoff that will never be used: its blocks stay on the prefill engine until the lease ends."""
         if self.handoff is not None:
             self.handoff = None
-            self.handoff_outcome = "stranded"
+            self.handoff_outcomes.append("stranded")
 
     def _give_back_budget(self) -> None:
         if self._held_tokens >= 0:

@@ -4,6 +4,7 @@ With `kv_load_failure_policy: fail` (its default) vLLM sends status 200 at once 
 loaded, an error as first event. Until that event is seen the client gets nothing, so a local try stays possible.
 """
 
+import re
 from enum import Enum, auto
 
 from sidecar.exchange.apis import Api
@@ -11,6 +12,7 @@ from sidecar.exchange.apis import Api
 MAX_PEEK_BYTES = 65536
 """More than any preamble; a stream that says nothing within it is taken as good."""
 
+_END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 _ERROR_DATA = (b'{"error"', b'{"object":"error"', b'{"type":"error"')
 _ERROR_EVENTS = (b"error", b"response.failed")
 
@@ -26,27 +28,39 @@ class Verdict(Enum):
 class FirstEvents:
     """Feed it the body as it arrives (chunk framing removed)."""
 
-    __slots__ = ("_buffer", "_preamble")
+    __slots__ = ("_buffer", "_preamble", "_skipping")
 
     def __init__(self, api: Api) -> None:
         self._buffer = bytearray()
         self._preamble = api.preamble
+        self._skipping = False
 
     def feed(self, data: bytes) -> Verdict:
         self._buffer += data
         while True:
-            end = self._buffer.find(b"\n\n")
-            crlf = self._buffer.find(b"\r\n\r\n")
-            if crlf >= 0 and (end < 0 or crlf < end):
-                end, width = crlf, 4
-            else:
-                width = 2
-            if end < 0:
-                return Verdict.GOOD if len(self._buffer) > MAX_PEEK_BYTES else Verdict.UNDECIDED
-            verdict = self._judge(bytes(self._buffer[:end]))
+            end = _END_OF_EVENT.search(self._buffer)
+            if end is None:
+                return self._without_end()
+            verdict = Verdict.UNDECIDED if self._skipping else self._judge(bytes(self._buffer[: end.start()]))
+            self._skipping = False
             if verdict is not Verdict.UNDECIDED:
                 return verdict
-            del self._buffer[: end + width]
+            del self._buffer[: end.end()]
+
+    def _without_end(self) -> Verdict:
+        """The event at hand is not complete. A preamble may be as large as the request that it repeats: of it only
+        what may be the beginning of its end is kept."""
+        if not self._skipping and self._is_preamble_so_far():
+            self._skipping = True
+        if self._skipping:
+            del self._buffer[:-3]
+            return Verdict.UNDECIDED
+        return Verdict.GOOD if len(self._buffer) > MAX_PEEK_BYTES else Verdict.UNDECIDED
+
+    def _is_preamble_so_far(self) -> bool:
+        line, newline, _ = bytes(self._buffer[:256]).partition(b"\n")
+        name, _, value = line.partition(b":")
+        return bool(newline) and name == b"event" and value.strip() in self._preamble
 
     def _judge(self, event: bytes) -> Verdict:
         kind, data = b"", b""

@@ -81,6 +81,7 @@ def without_forbidden(body: bytes, top: Fields) -> bytes | None:
 
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],]', re.DOTALL)
 _SPACE = b" \t\n\r"
+_EMPTY = re.compile(rb"\{[ \t\n\r]*\}")
 
 
 def _members(body: bytes, start: int) -> tuple[list[tuple[str, int, int, int]], int]:
@@ -205,5 +206,5 @@ def decode_body(body: bytes, params: bytes) -> tuple[bytes, memoryview]:
     first member. `body` is a JSON object without that key; it is not copied."""
     brace = body.index(b"{")
     rest = memoryview(body)[brace + 1 :]
-    empty = bytes(rest[:64]).lstrip(_SPACE)[:1] == b"}"
+    empty = _EMPTY.match(body, brace) is not None
     return body[:brace] + b'{"kv_transfer_params":' + params + (b"" if empty else b","), rest

@@ -9,7 +9,9 @@ the digits are overwritten and padded. Nothing is re-framed, and no event waits 
 from sidecar.exchange.apis import Api
 
 _DIGITS = b"0123456789"
+_MORE_OF_A_NUMBER = (b"", *(bytes((char,)) for char in b"0123456789.eE"))
 _MAX_DIGITS = 19
+_MAX_HELD_BYTES = 128
 
 
 class CachedTokens:
@@ -40,12 +42,13 @@ class CachedTokens:
             end = number
             while end < len(data) and data[end] in _DIGITS and end - number < _MAX_DIGITS:
                 end += 1
-            if end == len(data):  # the number may go on in the next piece
+            if end == len(data) and end - begin < _MAX_HELD_BYTES:  # the number may go on in the next piece
                 keep = begin
                 break
             out += data[at:number]
             width = end - number
-            out += self._value.ljust(width) if 0 < len(self._value) <= width else data[number:end]
+            is_whole = len(self._value) <= width and data[end : end + 1] not in _MORE_OF_A_NUMBER
+            out += self._value.ljust(width) if is_whole else data[number:end]
             at = end
         out += data[at:keep]
         self._held = data[keep:]

@@ -25,6 +25,8 @@ def canonical_host(host: str) -> str:
     text = host.strip().lower()
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
+    if "%" in text:
+        raise BadAddress(f"{host!r} has a scope id")
     try:
         ip = ipaddress.ip_address(text)
     except ValueError:

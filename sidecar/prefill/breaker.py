@@ -39,11 +39,13 @@ class Breaker:
             return now >= self._reopens_at
         return not self._trial
 
-    def begin(self) -> None:
-        """A request that `admits` let through uses the endpoint."""
-        if self.state is not State.CLOSED:
-            self.state = State.HALF_OPEN
-            self._trial = True
+    def begin(self) -> bool:
+        """A request that `admits` let through uses the endpoint. True: it is the trial, and says so in the end."""
+        if self.state is State.CLOSED:
+            return False
+        self.state = State.HALF_OPEN
+        self._trial = True
+        return True
 
     def succeeded(self) -> None:
         self.state = State.CLOSED
@@ -51,8 +53,10 @@ class Breaker:
         self._pause_s = FIRST_PAUSE_S
         self._trial = False
 
-    def failed(self, now: float, *, at_once: bool = False) -> None:
-        """`at_once` opens without waiting for more failures."""
+    def failed(self, now: float, *, at_once: bool = False, trial: bool = False) -> None:
+        """`at_once` opens without waiting for more. Requests that began before it opened tell nothing new."""
+        if self.state is not State.CLOSED and not trial:
+            return
         self._failures += 1
         if self.state is State.CLOSED and not at_once and self._failures < FAILURES_TO_OPEN:
             return
@@ -64,5 +68,5 @@ class Breaker:
         self._reopens_at = now + self._pause_s * (1 + 0.2 * self._random.random())
 
     def abandoned(self) -> None:
-        """The request ended without saying anything about the endpoint (the client left, a 4xx)."""
+        """The trial ended without saying anything about the endpoint (the client left, a 4xx)."""
         self._trial = False

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from sidecar.connectors.connector import EngineFacts
 from sidecar.prefill.address import Address, AllowList, BadAddress, parse
-from sidecar.prefill.breaker import Breaker, State
+from sidecar.prefill.breaker import Breaker
 from transport.prober import Endpoint as SideChannel
 
 MAX_ENDPOINTS = 512
@@ -84,9 +84,10 @@ class Endpoints:
 
         Raises `BadAddress` for a header that is no address, `NotAllowed` if it names only foreign ones.
         """
-        if not header:
+        value = b",".join(header) if len(header) > 1 else header[0] if header else b""
+        if not value.strip(b" ,\t"):  # a gateway may say "none" by an empty field
             return self.configured
-        return self._named(b",".join(header) if len(header) > 1 else header[0])
+        return self._named(value)
 
     def _named(self, value: bytes) -> list[Endpoint]:
         addresses = self._header_cache.get(value)
@@ -155,25 +156,22 @@ class Endpoints:
 
     # -- what came of it --
 
-    def begin(self, endpoint: Endpoint) -> None:
+    def begin(self, endpoint: Endpoint) -> bool:
+        """A prefill leg starts; True if it is the breaker's trial."""
         endpoint.in_flight += 1
-        endpoint.breaker.begin()
+        return endpoint.breaker.begin()
 
     def end(self, endpoint: Endpoint) -> None:
         endpoint.in_flight -= 1
 
-    def failed(self, endpoint: Endpoint, *, at_once: bool = False) -> bool:
-        """Counts a failure against the endpoint; True if its breaker opened by it."""
-        was = endpoint.breaker.state
-        endpoint.breaker.failed(self._now(), at_once=at_once)
-        return endpoint.breaker.state is State.OPEN and was is not State.OPEN
+    def failed(self, endpoint: Endpoint, *, at_once: bool, trial: bool) -> None:
+        """Counts a failure against the endpoint."""
+        endpoint.breaker.failed(self._now(), at_once=at_once, trial=trial)
 
-    def brought_kv(self, endpoint: Endpoint) -> bool:
-        """A pull worked; True if the endpoint's breaker closed by it."""
-        was = endpoint.breaker.state
+    def brought_kv(self, endpoint: Endpoint) -> None:
+        """A pull worked."""
         endpoint.breaker.succeeded()
         self._no_kv = 0
-        return was is not State.CLOSED
 
     def brought_no_kv(self) -> None:
         """A prefill was paid for and brought nothing."""

@@ -1,0 +1,113 @@
+"""Makes the engines of a new pair connect before a user's request has to.
+
+The first pull between two engines pays for the NIXL handshake and the connection (vLLM 0.32: on one thread for all
+peers); the engines remember it for an hour of idleness. One request of a few tokens through the pair does it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import aiohttp
+import msgspec
+
+from sidecar.connectors import Connector
+from sidecar.connectors.connector import Handoff, PrefillAnswer, Rejection, Source
+from sidecar.prefill.endpoints import Endpoint
+
+_log = logging.getLogger("sidecar")
+
+PROMPT_TOKENS = 8
+"""Token ids that every vocabulary has. Less than a block is enough: the engine pulls the block all the same."""
+
+_decode = msgspec.json.Decoder(PrefillAnswer).decode
+
+
+class Gate(Protocol):
+    """See `sidecar.prefill.gate.Gate`."""
+
+    def admit(
+        self, endpoint: Endpoint, handoff: Handoff, admitted: Callable[[Handoff | Rejection], None]
+    ) -> None: ...
+
+
+class WarmUp:
+    """Warms pairs up one after the other; a pair is one prefill engine (by its engine id) and the local engine."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        connector: Connector,
+        gate: Gate,
+        *,
+        engine_url: str,
+        engine_session: aiohttp.ClientSession,
+        engine_block_size: Callable[[], int],
+        timeout_s: float,
+        counted: Callable[[str], None],
+    ) -> None:
+        """`counted` hears each outcome: `warm`, `no_handoff`, `not_admitted`, `prefill_failed`, `decode_failed`."""
+        self._session = session
+        self._connector = connector
+        self._gate = gate
+        self._engine_url = engine_url
+        self._engine_session = engine_session
+        self._engine_block_size = engine_block_size
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._counted = counted
+        self._one_at_a_time = asyncio.Lock()
+
+    async def pair(self, endpoint: Endpoint) -> bool:
+        """One tiny request through the pair. A failure says nothing about the endpoint: requests will tell."""
+        async with self._one_at_a_time:
+            try:
+                outcome = await self._pair(endpoint)
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                outcome = "prefill_failed"
+                _log.debug("warm-up of %s: %s", endpoint.label, type(error).__name__)
+        self._counted(outcome)
+        _log.info("prefill endpoint %s: warm-up: %s", endpoint.label, outcome.replace("_", " "))
+        return outcome == "warm"
+
+    async def _pair(self, endpoint: Endpoint) -> str:
+        body = b'{"prompt":[%b],"max_tokens":1,"ignore_eos":true' % b",".join([b"1"] * PROMPT_TOKENS)
+        params = self._connector.prefill_params
+        url = f"http://{endpoint.label}/v1/completions"
+        async with self._post(self._session, url, body, params) as response:
+            if response.status != 200:
+                return "prefill_failed"
+            answer = await response.read()
+            connection = response.connection
+            peer = connection.transport.get_extra_info("peername") if connection and connection.transport else None
+        try:
+            parsed = _decode(answer)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return "no_handoff"
+        hosts = endpoint.hosts | ({str(peer[0])} if peer else set())
+        handoff = self._connector.read(parsed, Source(hosts, endpoint.facts, self._engine_block_size()))
+        if isinstance(handoff, Rejection) or handoff.empty:
+            return "no_handoff"
+        admitted: asyncio.Future[Handoff | Rejection] = asyncio.get_running_loop().create_future()
+        self._gate.admit(endpoint, handoff, admitted.set_result)
+        result = await admitted
+        if isinstance(result, Rejection):
+            return "not_admitted"
+        try:
+            decode = self._post(self._engine_session, self._engine_url + "/v1/completions", body, result.params)
+            async with decode as response:
+                await response.read()
+                return "warm" if response.status == 200 else "decode_failed"
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return "decode_failed"
+
+    def _post(
+        self, session: aiohttp.ClientSession, url: str, body: bytes, params: bytes
+    ) -> "aiohttp.client._RequestContextManager":
+        return session.post(
+            url,
+            data=body + b',"kv_transfer_params":%b}' % params,
+            headers={"content-type": "application/json"},
+            timeout=self._timeout,
+            allow_redirects=False,
+        )
