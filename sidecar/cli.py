@@ -35,6 +35,7 @@ from sidecar.prefill.endpoints import Endpoint, Endpoints
 from sidecar.prefill.facts import FactsKeeper
 from sidecar.prefill.gate import Gate
 from sidecar.prefill.probe import EngineProbe
+from sidecar.prefill.warmup import WarmUp
 from sidecar.prefill.watch import Watch
 from transport.prober import Endpoint as SideChannel
 from transport.side_channels import SideChannels
@@ -101,6 +102,7 @@ class Sidecar:
         if settings.nixl_relay == "on" and CONNECTORS[settings.kv_connector].splits:
             self._gate = Gate(self._background, settings.prefill_side_channel_port)
         self._channels: SideChannels | None = None
+        self._warm_up: WarmUp | None = None
         self._endpoints = Endpoints(
             [parse(text) for text in settings.prefill],
             allow,
@@ -125,7 +127,8 @@ class Sidecar:
         settings = self.settings
         _raise_descriptor_limit()
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-        health = Health(self._live, [self._engine_probe(rank) for rank in range(settings.data_parallel_size)])
+        probes = [self._engine_probe(rank) for rank in range(settings.data_parallel_size)]
+        health = Health(self._live, probes, self._not_yet)
         app = application(settings, self._observer, self._switch, health)
         self._admin = web.AppRunner(app, access_log=None)
         await self._admin.setup()
@@ -138,6 +141,12 @@ class Sidecar:
         for endpoint in self._endpoints:
             facts.want(endpoint)
         self._background.start("health of the decode engine", health.run())
+        if settings.warm_up == "on" and self._gate is not None:
+            self._warm_up = self._make_warm_up(self._gate)
+            self._background.start(
+                "warm-up",
+                self._warm_up.run(self._endpoints, lambda: health.engine_is_up and self._live.mode is not Mode.OFF),
+            )
         self._background.start("sweep of prefill connections", self._sweep_pools())
         self._handle_signals()
         self._say_start()
@@ -227,6 +236,32 @@ class Sidecar:
         self._loop.add_signal_handler(signal.SIGHUP, lambda: file.reload("SIGHUP"))
         self._background.start("watch over the --config file", file.watch())
 
+    def _make_warm_up(self, gate: Gate) -> WarmUp:
+        settings = self.settings
+        assert self._session is not None
+        return WarmUp(
+            self._session,
+            CONNECTORS[settings.kv_connector],
+            gate,
+            engine_url=self._engine_url(0),
+            engine_session=self._uds_session or self._session,
+            engine_block_size=lambda: self._live.engine_facts.block_size,
+            timeout_s=max(settings.warm_up_timeout, 1.0),
+            counted=self._observer.warmed_up,
+        )
+
+    def _not_yet(self, seconds_up: float) -> str:
+        """Readiness waits for the warm-up of engines known at the start, but not for long."""
+        warm_up, gate = self._warm_up, self._gate
+        if warm_up is None or gate is None or seconds_up > self.settings.warm_up_timeout:
+            return ""
+        if self._live.mode is Mode.OFF:
+            return ""
+        for endpoint in self._endpoints.configured:
+            if gate.is_undecided(endpoint) or warm_up.is_cold(endpoint):
+                return f"warming up {endpoint.label}"
+        return ""
+
     # -- the parts that others ask for -----------------------------------------------------------------------
 
     def _prefill_pool(self, endpoint: Endpoint) -> EnginePool:
@@ -258,10 +293,16 @@ class Sidecar:
         if settings.model_server_uds:
             connector = aiohttp.UnixConnector(settings.model_server_uds)
             self._uds_session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-            return EngineProbe(self._uds_session, "http://localhost")
+            return EngineProbe(self._uds_session, self._engine_url(rank))
+        return EngineProbe(self._session, self._engine_url(rank))
+
+    def _engine_url(self, rank: int) -> str:
+        settings = self.settings
+        if settings.model_server_uds:
+            return "http://localhost"
         host = settings.model_server_host
         bracketed = f"[{host}]" if ":" in host else host
-        return EngineProbe(self._session, f"http://{bracketed}:{settings.model_server_port + rank}")
+        return f"http://{bracketed}:{settings.model_server_port + rank}"
 
     def _prefill_probe(self, endpoint: Endpoint) -> EngineProbe:
         assert self._session is not None

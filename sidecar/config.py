@@ -94,6 +94,14 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
             "empty: VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, else the engine's host and 5600"
         ),
     ] = ""
+    warm_up: Annotated[
+        Literal["on", "off"],
+        _m("send one tiny request through each new pair of engines, so that no user's request has to connect them"),
+    ] = "off"
+    warm_up_timeout: Annotated[
+        float,
+        _m("seconds that readiness waits for the warm-up of engines known at the start", ge=0, le=600),
+    ] = 10.0
     max_body_bytes: Annotated[
         int, _m("larger requests get 413; prefill answers have the same bound", ge=1024, le=2**40)
     ] = 64 << 20

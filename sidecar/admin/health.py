@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 
 from sidecar.edge.service import Live
 from sidecar.prefill.probe import EngineProbe
@@ -17,17 +19,26 @@ FAILURES_TO_UNREADY = 3
 class Health:
     """Probes the local engine's ranks; `problem` is "" when ready."""
 
-    def __init__(self, live: Live, probes: list[EngineProbe]) -> None:
+    def __init__(self, live: Live, probes: list[EngineProbe], not_yet: Callable[[float], str]) -> None:
+        """`not_yet(seconds since the engine came up)` says why clients should wait all the same, or ""."""
+        self._not_yet = not_yet
+        self._healthy_since = 0.0
         self._live = live
         self._probes = probes
         self._failures = FAILURES_TO_UNREADY
-        self._problem = "the decode engine has not answered yet"
+        self._problem = self._last_said = "the decode engine has not answered yet"
 
     @property
     def problem(self) -> str:
         if self._live.draining:
             return "draining"
-        return self._problem if self._failures >= FAILURES_TO_UNREADY else ""
+        if self._failures >= FAILURES_TO_UNREADY:
+            return self._problem
+        return self._not_yet(time.monotonic() - self._healthy_since)
+
+    @property
+    def engine_is_up(self) -> bool:
+        return self._failures < FAILURES_TO_UNREADY
 
     async def run(self) -> None:
         while True:
@@ -35,19 +46,24 @@ class Health:
             await asyncio.sleep(PROBE_EVERY_S)
 
     async def _look(self) -> None:
-        was_ready = not self.problem
+        was_up = self.engine_is_up
         problems = await asyncio.gather(*[probe.healthy(PROBE_TIMEOUT_S) for probe in self._probes])
         problem = next((f"decode engine: {problem}" for problem in problems if problem), "")
         if problem:
             self._failures += 1
             self._problem = problem
         else:
+            if not was_up:
+                self._healthy_since = time.monotonic()
             self._failures = 0
-            if not self._live.engine_facts.block_size or not was_ready:
+            if not self._live.engine_facts.block_size or not was_up:
                 # Asked again after every absence: another engine may have come up.
                 self._live.engine_facts = await self._probes[0].facts(PROBE_TIMEOUT_S)
-        if was_ready != (not self.problem):
+        if self._last_said != self.problem:
+            self._last_said = self.problem
             if self.problem:
-                _log.warning("not ready: %s", self.problem)
+                _log.log(
+                    logging.WARNING if self.engine_is_up is False else logging.INFO, "not ready: %s", self.problem
+                )
             else:
                 _log.info("ready")

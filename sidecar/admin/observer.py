@@ -77,6 +77,9 @@ class Observer:
         self.handshake_time: Histogram[tuple[()]] = Histogram(
             "nixl_handshake_seconds", "From a handshake's question to its answer", (), _OVERHEAD_SECONDS
         )
+        self.warmups: Counter[tuple[str]] = Counter(
+            "warmups", "Tiny requests that make a new pair of engines connect", ("outcome",)
+        )
         self.decision_time: Histogram[tuple[()]] = Histogram(
             "decision_seconds", "From the complete request to the decision", (), _OVERHEAD_SECONDS
         )
@@ -93,6 +96,7 @@ class Observer:
                 self.decision_time,
                 self.handshakes,
                 self.handshake_time,
+                self.warmups,
                 Gauge(
                     "inflight", "Open legs", ("leg",), lambda: [((leg,), n) for leg, n in self.in_flight.items()]
                 ),
@@ -120,6 +124,10 @@ class Observer:
         """The relay answered a handshake, or was offended."""
         self.handshakes.add((outcome,))
         self.handshake_time.observe((), elapsed_s)
+
+    def warmed_up(self, outcome: str) -> None:
+        """A warm-up of a pair ended."""
+        self.warmups.add((outcome,))
 
     # -- sidecar.edge.service.Observer --
 

@@ -27,7 +27,7 @@ class FactsKeeper:
     def want(self, endpoint: Endpoint) -> None:
         """Starts asking if it is time to; returns at once."""
         now = self._now()
-        if now < self._next.get(endpoint, 0.0):
+        if endpoint.facts.engine_id or now < self._next.get(endpoint, 0.0):
             return
         if len(self._next) > 4096:
             self._next.clear()
@@ -36,6 +36,6 @@ class FactsKeeper:
 
     async def _ask(self, endpoint: Endpoint) -> None:
         facts = await self._probe(endpoint).facts(TIMEOUT_S)
-        if facts.block_size:
+        if facts.block_size and not endpoint.facts.engine_id:  # the side channel's word counts for more
             endpoint.facts = facts
             self._next[endpoint] = self._now() + REFRESH_S

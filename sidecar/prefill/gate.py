@@ -12,7 +12,7 @@ from sidecar.background import Background
 from sidecar.connectors.connector import EngineFacts, Handoff, Rejection
 from sidecar.prefill.endpoints import Endpoint
 from transport.compatibility import Incompatible
-from transport.prober import Away, Known, State
+from transport.prober import NOT_ASKED, Away, Known, State
 from transport.prober import Endpoint as SideChannel
 from transport.side_channels import Address, SideChannels
 
@@ -65,6 +65,11 @@ class Gate:
             side, engine_id=handoff.engine_id, tp_size=handoff.tp_size, pp_size=handoff.pp_size
         )
         admitted(_result(handoff, where))
+
+    def is_undecided(self, endpoint: Endpoint) -> bool:
+        """Whether nothing at all has been heard of the endpoint's side channels yet, good or bad."""
+        channels = self._channels
+        return channels is None or any(channels.state(side) is NOT_ASKED for side in endpoint.side_channels)
 
     async def alive(self, handoff: Handoff, timeout_s: float) -> str:
         """ "" if the side channel that the handoff names answers for its engine."""

@@ -6,6 +6,7 @@ peers); the engines remember it for an hour of idleness. One request of a few to
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -14,10 +15,14 @@ import msgspec
 
 from sidecar.connectors import Connector
 from sidecar.connectors.connector import Handoff, PrefillAnswer, Rejection, Source
-from sidecar.prefill.endpoints import Endpoint
+from sidecar.prefill.endpoints import Endpoint, Endpoints
 
 _log = logging.getLogger("sidecar")
 
+LOOK_EVERY_S = 0.2
+PAUSE_S = 10.0
+MAX_ATTEMPTS = 3
+MAX_REMEMBERED = 4096
 PROMPT_TOKENS = 8
 """Token ids that every vocabulary has. Less than a block is enough: the engine pulls the block all the same."""
 
@@ -56,19 +61,43 @@ class WarmUp:
         self._engine_block_size = engine_block_size
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._counted = counted
-        self._one_at_a_time = asyncio.Lock()
+        self._attempts: dict[str, tuple[int, float]] = {}
+        """Engine id -> attempts made (a success counts as all of them) and when the last one was."""
 
-    async def pair(self, endpoint: Endpoint) -> bool:
+    async def run(self, endpoints: Endpoints, wanted: Callable[[], bool]) -> None:
+        """Warms up every engine that becomes known, for as long as `wanted` says so."""
+        while True:
+            for endpoint in list(endpoints):
+                if wanted() and self._is_due(endpoint):
+                    await self._warm(endpoint)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _is_due(self, endpoint: Endpoint) -> bool:
+        engine_id = endpoint.facts.engine_id
+        if not engine_id or endpoint.blocked:
+            return False
+        attempts, last = self._attempts.get(engine_id, (0, -PAUSE_S))
+        return attempts < MAX_ATTEMPTS and time.monotonic() - last >= PAUSE_S
+
+    async def _warm(self, endpoint: Endpoint) -> None:
         """One tiny request through the pair. A failure says nothing about the endpoint: requests will tell."""
-        async with self._one_at_a_time:
-            try:
-                outcome = await self._pair(endpoint)
-            except (TimeoutError, aiohttp.ClientError, OSError) as error:
-                outcome = "prefill_failed"
-                _log.debug("warm-up of %s: %s", endpoint.label, type(error).__name__)
+        engine_id = endpoint.facts.engine_id
+        try:
+            outcome = await self._pair(endpoint)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            outcome = "prefill_failed"
+            _log.debug("warm-up of %s: %s", endpoint.label, type(error).__name__)
+        attempts, _ = self._attempts.pop(engine_id, (0, 0.0))
+        self._attempts[engine_id] = (MAX_ATTEMPTS if outcome == "warm" else attempts + 1, time.monotonic())
+        while len(self._attempts) > MAX_REMEMBERED:
+            del self._attempts[next(iter(self._attempts))]
         self._counted(outcome)
         _log.info("prefill endpoint %s: warm-up: %s", endpoint.label, outcome.replace("_", " "))
-        return outcome == "warm"
+
+    def is_cold(self, endpoint: Endpoint) -> bool:
+        """Whether the endpoint's engine is known and its first warm-up is still to come."""
+        engine_id = endpoint.facts.engine_id
+        return bool(engine_id) and not endpoint.blocked and engine_id not in self._attempts
 
     async def _pair(self, endpoint: Endpoint) -> str:
         body = b'{"prompt":[%b],"max_tokens":1,"ignore_eos":true' % b",".join([b"1"] * PROMPT_TOKENS)
