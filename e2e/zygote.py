@@ -37,6 +37,7 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # prctl(2); the numbers are Linux's.
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 REAP_INTERVAL_SECONDS = 0.05
+SHARED_MEMORY = Path("/dev/shm")
 PROG_THREAD = "PD_RIG_PROG_THREAD"
 
 ANSWERS = 3  # where the answers go: vLLM logs to standard output
@@ -73,6 +74,14 @@ def tame() -> None:
     nixl._api.nixl_agent_config.__init__ = init
 
 
+def name_shared_memory() -> None:
+    """Has this engine's shared memory named after its session, so that it can be removed after a crash."""
+    from multiprocessing import shared_memory
+
+    shared_memory._SHM_NAME_PREFIX = f"/{shared_memory_prefix(os.getsid(0))}"  # type: ignore[attr-defined]
+    shared_memory._SHM_SAFE_NAME_LENGTH = 40  # type: ignore[attr-defined] # 14 has no room for it
+
+
 def preload() -> None:
     """Imports what an engine's three processes need, so that a fork finds it done."""
     import importlib
@@ -90,12 +99,13 @@ def preload() -> None:
         importlib.import_module(module)
 
 
-def become_engine(order: dict[str, Any], parent: int, plain: bool) -> None:
-    """In the fork: never returns."""
+def become_engine(order: dict[str, Any], parent: int, born: int, plain: bool) -> None:
+    """In the fork: sets it apart (closing `born` then), and runs the engine until that ends."""
     die_with_parent()
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
     os.setsid()  # the session is how the rig finds every process of this engine
+    os.close(born)
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(null, 0)
@@ -110,6 +120,7 @@ def become_engine(order: dict[str, Any], parent: int, plain: bool) -> None:
         _set_affinity(0, order["cores"])
     if plain:
         os.execv(sys.executable, [sys.executable, "-m", SERVER_MODULE, *order["args"]])
+    name_shared_memory()
     os.environ[PROG_THREAD] = "1" if order["prog_thread"] else "0"
     sys.argv = [SERVER_MODULE, *order["args"]]
     runpy.run_module(SERVER_MODULE, run_name="__main__")
@@ -119,12 +130,17 @@ def fork_engine(order: dict[str, Any], plain: bool) -> int:
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
+    waiting, born = os.pipe()
     pid = os.fork()
     if pid:
+        os.close(born)
+        os.read(waiting, 1)  # until the session exists: before that the rig would think the engine dead
+        os.close(waiting)
         return pid
     status = 1
     try:
-        become_engine(order, parent, plain)
+        os.close(waiting)
+        become_engine(order, parent, born, plain)
         status = 0
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -156,19 +172,27 @@ def session_pids(session: int) -> list[int]:
 
 
 def kill_session(session: int) -> None:
-    """Kills every process of a session and removes the shared memory that they had no time to remove."""
-    shared: set[Path] = set()
+    """Kills every process of a session; then removes the shared memory that they had no time to remove.
+
+    Also to be called for an engine that ended by itself: one that crashed leaves hundreds of megabytes.
+    """
+    shared = set(SHARED_MEMORY.glob(f"{shared_memory_prefix(session)}*"))
     while pids := session_pids(session):
         for pid in pids:
             with contextlib.suppress(OSError):
                 maps = Path(f"/proc/{pid}/maps").read_text()
-                shared.update(Path(m) for m in re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE))
+                shared.update(Path(m) for m in re.findall(rf"{SHARED_MEMORY}/\S+$", maps, re.MULTILINE))
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
+    shared.update(SHARED_MEMORY.glob(f"{shared_memory_prefix(session)}*"))
     for path in shared:
         path.unlink(missing_ok=True)
+
+
+def shared_memory_prefix(session: int) -> str:
+    return f"pd-rig-{session}-"
 
 
 def answer(message: dict[str, Any]) -> None:
