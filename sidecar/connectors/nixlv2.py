@@ -104,6 +104,8 @@ def _blocks_fit(params: _Params, prompt_tokens: int, source: Source) -> Rejectio
 
 
 def _is_host_of(host: str, source: Source) -> bool:
+    if host in source.hosts:
+        return True
     try:
         return canonical_host(host) in source.hosts
     except BadAddress:

@@ -370,6 +370,9 @@ class EnginePool:
         except OSError as error:
             leg.failed(*_connect_fault(error, self.label), False)
             return
+        if connection.transport is None:  # accepted and reset in one breath
+            leg.failed("reset", f"{self.label}: closed right after it was accepted", False)
+            return
         self._open.add(connection)
         leg.connected(connection, False)
 

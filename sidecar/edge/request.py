@@ -56,6 +56,7 @@ class Request:
         "headers",
         "http_1_0",
         "inflated",
+        "is_streamed",
         "keep_alive",
         "method",
         "parts",
@@ -87,6 +88,7 @@ class Request:
         self.has_body = b"content-length" in self.read or b"transfer-encoding" in self.read
         self.expects_continue = b"expect" in self.read
         self.upgrade = b"upgrade" in self.read
+        self.is_streamed = self._streams()
         self.parts: list[bytes] = []
         self.size = 0
         self.body = b""
@@ -125,14 +127,16 @@ class Request:
     def head_bytes(self) -> int:
         return len(self.target) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
-    @property
-    def is_streamed(self) -> bool:
+    def _streams(self) -> bool:
         """Bodies that are no JSON are relayed as they arrive; all others are looked into first. On the paths where
         the engine takes every body for JSON, whatever its type says, so do we."""
-        if not self.has_body or self.is_always_read:
-            return False
         types = self.read.get(b"content-type")
-        return types is not None and types[0].lower().startswith(_STREAMED_TYPES)
+        return (
+            self.has_body
+            and types is not None
+            and types[0].lower().startswith(_STREAMED_TYPES)
+            and not self.is_always_read
+        )
 
     @property
     def is_always_read(self) -> bool:

@@ -190,7 +190,8 @@ class Runner:
         if not self._times.prefill_sent:
             self._times.prefill_sent = time.monotonic()
         if self._timer is None:  # one deadline for the whole stage, however many endpoints are tried
-            self._timer = loop.call_later(service.settings.prefill_timeout, self._prefill_timed_out)
+            left_s = self._times.prefill_sent + service.settings.prefill_timeout - time.monotonic()
+            self._timer = loop.call_later(max(left_s, 0.0), self._prefill_timed_out)
         assert self._api is not None
         body = prefill_body(self._api, self._members, service.connector.prefill_params)
         head = b"POST %b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n" % (
@@ -204,6 +205,7 @@ class Runner:
         gate, exchange = self._service.gate, self._exchange
         assert exchange is not None
         self._drop_leg()
+        self._stop_timer()
         if gate is None or exchange.prefill_endpoint is None:
             self._handoff_checked(command.handoff)
         else:
@@ -211,9 +213,8 @@ class Runner:
 
     def _handoff_checked(self, result: Handoff | Rejection) -> None:
         assert self._exchange is not None
-        command = self._exchange.handoff_checked(result)
-        if command is not None:
-            self._do(command)
+        if not self._finished:
+            self._do(self._exchange.handoff_checked(result))
 
     def _decode(self, command: life.Decode) -> None:
         self._drop_leg()
@@ -267,6 +268,9 @@ class Runner:
 
     def _to_first_byte(self, _command: life.ToFirstByte) -> None:
         self._timer = self._service.loop.call_later(self._service.settings.pull_timeout, self._finish)
+
+    def _wait(self, _command: life.Wait) -> None:
+        """The event that is still to come decides."""
 
     def _close(self, _command: life.Close) -> None:
         self._finish()
@@ -488,5 +492,6 @@ _CARRY_OUT: dict[type, Callable[[Runner, Any], None]] = {
     life.BreakOff: Runner._break_off,
     life.Release: Runner._release,
     life.ToFirstByte: Runner._to_first_byte,
+    life.Wait: Runner._wait,
     life.Close: Runner._close,
 }

@@ -78,13 +78,18 @@ class ToFirstByte:
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """Nobody waits for an answer, but an event that is still to come says what has to be done."""
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Close what is open; nobody waits for an answer."""
 
 
-Command = Prefill | Check | Decode | Relay | Peek | Answer | BreakOff | Release | ToFirstByte | Close
+Command = Prefill | Check | Decode | Relay | Peek | Answer | BreakOff | Release | ToFirstByte | Wait | Close
 
-RELAY, PEEK, TO_FIRST_BYTE, CLOSE = Relay(), Peek(), ToFirstByte(), Close()
+RELAY, PEEK, TO_FIRST_BYTE, WAIT, CLOSE = Relay(), Peek(), ToFirstByte(), Wait(), Close()
 
 
 # -- what happened, for metrics, logs and /decisions ---------------------------------------------------------
@@ -108,6 +113,8 @@ class Exchange:
     __slots__ = (
         "_attempts_left",
         "_budget",
+        "_checked",
+        "_client_left",
         "_connector",
         "_endpoints",
         "_handoff_born",
@@ -169,6 +176,9 @@ class Exchange:
         self._lease_s = lease_s
         self._tried: list[Endpoint] = []
         self._prefilling = False
+        self._checked = False
+        """The handoff at hand passed the side channel's check."""
+        self._client_left = False
         self._trial = False
         """This request is the trial of its endpoint's half-open breaker and has not said how it went."""
         self._held_tokens = -1
@@ -215,17 +225,24 @@ class Exchange:
             return Decode(None)
         self.handoff = result
         self._handoff_born = born
+        self._checked = False
         return Check(result)
 
-    def handoff_checked(self, result: Handoff | Rejection) -> Command | None:
-        """The side channel's word on the handoff. None: the request needs it no more."""
-        if self.handoff is None:
-            return None
+    def handoff_checked(self, result: Handoff | Rejection) -> Command:
+        """The side channel's word on the handoff."""
+        self._checked = True
         if isinstance(result, Rejection):
             self._strand()
-            return self.fault(result.fault, result.detail)
+            return CLOSE if self._client_left else self.fault(result.fault, result.detail)
         self.handoff = result
-        return Decode(result)
+        return self._release() if self._client_left else Decode(result)
+
+    def _release(self) -> Command:
+        handoff, self.handoff = self.handoff, None
+        if handoff is None:
+            return CLOSE
+        self.handoff_outcomes.append("released")
+        return Release(handoff)
 
     def _no_kv(self, rejection: Rejection) -> Command:
         self._endpoints.brought_no_kv()
@@ -297,11 +314,9 @@ class Exchange:
             case Then.BREAK_OFF:
                 return BreakOff(row)
             case Then.RELEASE:
-                handoff, self.handoff = self.handoff, None
-                if handoff is None:
-                    return CLOSE
-                self.handoff_outcomes.append("released")
-                return Release(handoff)
+                self._client_left = True
+                # What was not checked must not reach the engine, not even to be given back.
+                return self._release() if self._checked else WAIT
             case Then.TO_FIRST_BYTE:
                 return TO_FIRST_BYTE
             case Then.CLOSE:
