@@ -112,6 +112,8 @@ class Req(asyncio.Protocol):
         self._transport.write(zmtp.GREETING + zmtp.encode_ready(self._socket_type))
 
     def data_received(self, data: bytes) -> None:
+        if self._end is not None:
+            return
         wire = self._wire
         greeting = wire.peer is None
         try:
