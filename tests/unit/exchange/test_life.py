@@ -1,0 +1,539 @@
+"""The machine, play by play: what the failure table leaves open (order, reservations, breakers, single use)."""
+
+from collections.abc import Callable
+
+import pytest
+
+from sidecar.connectors.connector import EngineFacts, Rejection
+from sidecar.decision.guards import Decision, Kind
+from sidecar.exchange.failures import TABLE, Stage
+from sidecar.exchange.life import (
+    CLOSE,
+    PEEK,
+    RELAY,
+    TO_FIRST_BYTE,
+    WAIT,
+    Answer,
+    BreakOff,
+    Check,
+    Decode,
+    Prefill,
+    Release,
+)
+from sidecar.prefill.breaker import State
+from tests.unit.exchange.playbook import (
+    Play,
+    World,
+    checked,
+    connected,
+    decoded,
+    fault,
+    first_event,
+    handed_over,
+    left,
+    prefilled,
+    pulling,
+    recomputing,
+    sent,
+    start,
+    wait,
+)
+from tests.unit.handoffs import answer, params
+
+LOCAL = Decode(None)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+# -- the good ways -------------------------------------------------------------------------------------------
+
+
+def test_local(world: World) -> None:
+    play = world.local()
+    assert play >> start << LOCAL >> connected << None >> sent << None >> decoded() << RELAY
+    assert play.exchange.summary() == "local; reason=short"
+    assert world.sent == [None]
+    assert world.outcomes == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_remote(world: World, stream: bool) -> None:
+    play = pulling(world) >> decoded(stream=stream)
+    if stream:
+        play = play << PEEK >> first_event()
+    assert play << RELAY
+    exchange = play.exchange
+    assert exchange.summary() == "remote; prefill=10.0.0.5:8000"
+    assert (exchange.what, exchange.reason, exchange.stage) == (Kind.REMOTE, "long", Stage.STREAMING)
+    assert world.outcomes == ["ok"]
+    assert not exchange.faults
+
+
+def test_decode_leg_carries_the_checked_handoff(world: World) -> None:
+    play = handed_over(world)
+    assert b'"remote_host":"127.77.0.1"' in play.handoff.params
+    assert play >> connected << None >> sent << None >> decoded() << RELAY
+    assert [handoff.port for handoff in world.sent] == [5600]
+
+
+def test_refused_by_the_guards(world: World) -> None:
+    play = world.refused("not_allowed", "10.9.9.9:80")
+    assert play >> start << Answer(TABLE[Stage.READING, "not_allowed"], "10.9.9.9:80")
+    assert play.exchange.summary() == "refused; reason=reading_not_allowed"
+
+
+def test_handoff_without_blocks_is_decoded_without_it(world: World) -> None:
+    """Case 14: a prompt shorter than a block is no failure, and asking for nothing kills the engine."""
+    play = world.remote() >> start << Prefill(world.a)
+    body = answer(params(remote_block_ids=[[]]), prompt_tokens=5)
+    assert play >> prefilled(body=body) << LOCAL >> connected << None >> sent << None >> decoded() << RELAY
+    assert not play.exchange.faults
+    assert world.a.breaker.state is State.CLOSED
+    assert world.sent == [None]
+
+
+# -- attempts ------------------------------------------------------------------------------------------------
+
+
+def test_each_attempt_goes_to_another_endpoint() -> None:
+    world = World(attempts=3)
+    play = world.remote(world.a, world.b, world.c) >> start << Prefill(world.a) >> prefilled(503, b"")
+    play = play << Prefill(world.b) >> fault("refused") << Prefill(world.c) >> prefilled() << Check
+    assert play >> checked() << Decode >> connected << None >> sent << None >> decoded() << RELAY
+    assert play.exchange.summary() == "remote; prefill=10.0.0.7:8000"
+    assert world.outcomes == ["server_error", "refused", "ok"]
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+def test_no_more_attempts_than_allowed(attempts: int) -> None:
+    world = World(attempts=attempts)
+    endpoints = (world.a, world.b, world.c)
+    play = world.remote(*endpoints) >> start
+    for endpoint in endpoints[:attempts]:
+        play = play << Prefill(endpoint) >> prefilled(500, b"")
+    assert play << LOCAL
+    assert world.outcomes == ["server_error"] * attempts
+
+
+def test_tried_endpoints_do_not_come_again() -> None:
+    world = World(attempts=9)
+    play = world.remote() >> start << Prefill(world.a) >> prefilled(429, b"") << Prefill(world.b)
+    assert play >> prefilled(429, b"") << LOCAL
+    assert play.exchange.summary() == "recompute; reason=prefill_busy"
+
+
+@pytest.mark.parametrize("name", ["refused", "unreachable"])
+def test_only_endpoint_is_not_asked_twice_in_vain(world: World, name: str) -> None:
+    assert world.remote(world.a) >> start << Prefill(world.a) >> fault(name) << LOCAL
+
+
+def test_endpoints_with_open_breakers_are_passed_over(world: World) -> None:
+    world.broken(world.a)
+    assert world.remote() >> start << Prefill(world.b) >> prefilled(500, b"") << LOCAL
+
+
+def test_least_loaded_endpoint_is_chosen_where_no_order_is_given(world: World) -> None:
+    busy = world.remote(world.a) >> start << Prefill(world.a)
+    idle = world.remote(ordered=False) >> start << Prefill(world.b)
+    busy.open().exchange.close()
+    assert idle >> left << CLOSE
+
+
+# -- the policy and its budget -------------------------------------------------------------------------------
+
+
+def test_budget_is_held_until_the_first_byte(world: World) -> None:
+    play = recomputing(world).open()
+    assert (world.budget.in_flight, world.budget.tokens) == (1, 40)
+    play >> connected << None >> sent << None
+    assert world.budget.in_flight == 1
+    play >> decoded() << RELAY
+    assert (world.budget.in_flight, world.budget.tokens) == (0, 0), "a stream like any other by now"
+    assert play
+
+
+@pytest.mark.parametrize(
+    "fate",
+    [fault("refused"), fault("unreachable"), fault("reset"), fault("garbage"), left, decoded(400), decoded(500)],
+)
+def test_budget_comes_back_whatever_happens_to_the_recompute(world: World, fate: object) -> None:
+    play = recomputing(world) >> fate << object
+    assert play
+
+
+def test_budget_by_number() -> None:
+    world = World(max_concurrent=2)
+    first = recomputing(world, world.a).open()
+    second = recomputing(world, world.b).open()
+    third = (world.remote(world.c) >> start << Prefill(world.c) >> fault("timeout") << Answer).open()
+    assert third.exchange.faults[-1].row.fault == "timeout"
+    assert third.exchange.what is Kind.REFUSED
+    assert third.exchange.reason == "decode_over_budget"
+    first.exchange.close()
+    fourth = recomputing(world, world.c).open()
+    for play in (second, third, fourth):
+        play.exchange.close()
+    world.assert_nothing_held()
+
+
+def test_budget_by_tokens() -> None:
+    world = World(max_tokens=100)
+    first = (world.remote(tokens=90) >> start << Prefill(world.a) >> fault("timeout") << LOCAL).open()
+    second = world.remote(world.b, tokens=11) >> start << Prefill(world.b) >> fault("timeout")
+    assert isinstance((second << Answer).open(), Play)
+    third = world.remote(world.c, tokens=10) >> start << Prefill(world.c) >> fault("timeout") << LOCAL
+    for play in (first, second, third.open()):
+        play.exchange.close()
+    world.assert_nothing_held()
+
+
+def test_one_recompute_larger_than_the_budget_is_let_through() -> None:
+    world = World(max_tokens=100)
+    assert world.remote(tokens=5000) >> start << Prefill(world.a) >> fault("timeout") << LOCAL
+
+
+def test_budget_is_no_matter_of_local_requests() -> None:
+    world = World(max_concurrent=0)
+    assert world.local() >> start << LOCAL >> connected << None >> sent << None >> decoded() << RELAY
+
+
+def test_long_prompt_without_any_usable_endpoint_counts_as_a_recompute() -> None:
+    """Else a dying prefill side would land every long prompt on the decode engine at once (case 30)."""
+    world = World(max_concurrent=1)
+    first = (world.budgeted() >> start << LOCAL).open()
+    assert world.budget.in_flight == 1
+    assert first.exchange.summary() == "local; reason=no_usable_prefill"
+    second = world.budgeted() >> start << Answer(TABLE[Stage.DECODE, "over_budget"])
+    second.open().exchange.close()
+    assert first
+
+
+def test_long_prompt_without_any_usable_endpoint_under_policy_fail() -> None:
+    world = World(recompute=False)
+    play = world.budgeted() >> start << Answer
+    assert play
+    assert play.exchange.summary() == "refused; reason=prefill_none_usable"
+
+
+def test_breakers_that_opened_since_the_decision(world: World) -> None:
+    for endpoint in (world.a, world.b):
+        world.broken(endpoint)
+    play = world.remote() >> start << LOCAL
+    assert play.exchange.summary() == "recompute; reason=prefill_none_usable"
+    assert play
+
+
+def test_recompute_carries_no_handoff(world: World) -> None:
+    play = pulling(world) >> decoded(500) << LOCAL >> connected << None >> sent << None
+    assert play >> decoded() << RELAY
+    assert [handoff is None for handoff in world.sent] == [False, True]
+
+
+def test_recompute_that_fails_is_not_recomputed_again(world: World) -> None:
+    play = pulling(world) >> fault("reset") << LOCAL >> connected << None >> sent << None
+    assert play >> fault("reset") << Answer(TABLE[Stage.DECODE, "reset"])
+    play = pulling(world) >> fault("reset") << LOCAL >> connected << None >> sent << None
+    assert play >> decoded(500) << RELAY
+
+
+# -- the handoff ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("age_s", "expected"), [(0.0, None), (24.999, None), (25.0, Prefill), (25.001, Prefill), (1e6, Prefill)]
+)
+def test_age_is_counted_from_the_answer_to_the_sending(world: World, age_s: float, expected: object) -> None:
+    """Case 11: what waits longer than its lease may hold another prompt by now."""
+    play = handed_over(world) >> wait(age_s) << None >> connected
+    if expected is None:
+        assert play << None >> sent << None >> decoded() << RELAY
+    else:
+        assert play << Prefill(world.b)
+        assert world.sent == []
+
+
+def test_expired_handoff_is_replaced_by_that_of_the_next_endpoint(world: World) -> None:
+    play = handed_over(world) >> wait(30) << None >> connected << Prefill(world.b) >> prefilled() << Check
+    assert play >> checked() << Decode >> connected << None >> sent << None >> decoded() << RELAY
+    assert [handoff.host for handoff in world.sent] == ["10.0.0.6"]
+    assert play.exchange.summary() == "remote; prefill=10.0.0.6:8000"
+
+
+def test_handoff_is_spent_once_it_is_sent(world: World) -> None:
+    play = pulling(world)
+    assert play.exchange.handoff is None
+    assert play >> fault("reset") << LOCAL
+
+
+def test_handoff_is_given_back_only_when_it_is_checked(world: World) -> None:
+    """The engine must not be told another address than the relay's, not even to have the blocks freed."""
+    play = world.remote() >> start << Prefill(world.a) >> prefilled() << Check >> left << WAIT
+    handoff = play.handoff.via("127.77.0.1", 5601)
+    assert play >> checked() << Release(handoff)
+    assert play.exchange.handoff_outcomes == ["released"]
+
+
+def test_handoff_that_is_rejected_is_not_given_back(world: World) -> None:
+    play = world.remote() >> start << Prefill(world.a) >> prefilled() << Check >> left << WAIT
+    assert play >> checked(Rejection("incompatible", "")) << CLOSE
+    assert play.exchange.handoff_outcomes == ["stranded"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "outcomes"),
+    [
+        (lambda p: p >> checked() << Decode >> connected << None >> sent << None, ["used"]),
+        (lambda p: p >> checked() << Decode >> wait(30) << None >> connected << Prefill, ["expired"]),
+        (lambda p: p >> checked(Rejection("incompatible", "")) << Prefill, ["stranded"]),
+        (lambda p: p >> checked() << Decode >> fault("refused") << Answer, ["stranded"]),
+        (lambda p: p >> checked() << Decode, ["stranded"]),
+        (lambda p: p >> checked() << Decode >> left << Release, ["released"]),
+    ],
+)
+def test_every_handoff_is_accounted_for(world: World, ending: Callable[[Play], Play], outcomes: list[str]) -> None:
+    play = ending(world.remote() >> start << Prefill(world.a) >> prefilled() << Check)
+    assert play
+    assert play.exchange.handoff_outcomes == outcomes
+
+
+def test_outcomes_of_earlier_attempts_are_kept(world: World) -> None:
+    play = world.remote() >> start << Prefill(world.a) >> prefilled() << Check >> checked() << Decode
+    play = play >> wait(30) << None >> connected << Prefill(world.b) >> prefilled(body=answer(...)) << LOCAL
+    assert play.exchange.handoff_outcomes == ["expired", "invalid"]
+    assert play
+
+
+def test_fallback_keeps_its_cause(world: World) -> None:
+    play = recomputing(world) >> connected << None >> sent << None >> decoded() << RELAY >> left << CLOSE
+    assert play.exchange.fell_back is TABLE[Stage.PREFILL, "timeout"]
+    assert play
+    assert pulling(world, world.b) >> decoded() << RELAY
+
+
+def test_rejected_handoff_does_not_survive_into_the_next_attempt(world: World) -> None:
+    """The second endpoint's handoff holds no blocks: nothing may be attached, least of all the first one's."""
+    play = world.remote() >> start << Prefill(world.a) >> prefilled() << Check
+    play = play >> checked(Rejection("side_channel_dead", "")) << Prefill(world.b)
+    body = answer(params(remote_host="10.0.0.6", remote_block_ids=[[]]), prompt_tokens=5)
+    play = play >> prefilled(body=body) << LOCAL >> connected << None >> sent << None
+    assert play.exchange.stage is Stage.DECODE
+    assert play >> decoded() << RELAY
+    assert world.sent == [None]
+
+
+def test_release_hands_the_handoff_out_once(world: World) -> None:
+    play = handed_over(world)
+    handoff = play.handoff
+    assert play >> left << Release(handoff) >> connected << None >> sent << None
+    assert world.sent == [None]
+
+
+# -- breakers ------------------------------------------------------------------------------------------------
+
+
+def test_prefill_without_handoff_opens_the_breaker_after_three(world: World) -> None:
+    """Case 7: healthy, 200, no handoff, again and again."""
+    for _ in range(3):
+        assert world.a.breaker.state is State.CLOSED
+        play = world.remote(world.a) >> start << Prefill(world.a) >> prefilled(body=answer(...)) << LOCAL
+        play.open().exchange.close()
+    assert world.a.breaker.state is State.OPEN
+    assert world.remote(world.a) >> start << LOCAL
+
+
+def test_effective_goes_when_nothing_comes_and_returns_with_the_first_pull(world: World) -> None:
+    for _ in range(5):
+        assert world.endpoints.effective
+        for endpoint in (world.a, world.b, world.c):
+            endpoint.breaker.succeeded()
+        play = world.remote() >> start << Prefill(world.a) >> prefilled(body=answer(...)) << LOCAL
+        play.open().exchange.close()
+    assert not world.endpoints.effective
+    world.a.breaker.succeeded()
+    assert pulling(world) >> decoded() << RELAY
+    assert world.endpoints.effective
+
+
+@pytest.mark.parametrize("name", ["refused", "unreachable"])
+def test_connection_that_cannot_be_made_opens_the_breaker_at_once(world: World, name: str) -> None:
+    """Case 31: a black-holed address costs the first request the connect timeout and the next ones nothing."""
+    assert world.remote() >> start << Prefill(world.a) >> fault(name) << Prefill(world.b) >> left << CLOSE
+    assert world.a.breaker.state is State.OPEN
+    assert world.remote() >> start << Prefill(world.b) >> left << CLOSE
+
+
+def test_silent_peer_opens_the_breaker_at_once(world: World) -> None:
+    assert pulling(world) >> fault("peer_silent") << LOCAL
+    assert world.a.breaker.state is State.OPEN
+
+
+def test_pull_is_what_closes_a_breaker(world: World) -> None:
+    world.broken(world.a)
+    world.clock += 60
+    play = pulling(world, world.a)
+    assert world.a.breaker.state is State.HALF_OPEN, "an answer alone proves nothing"
+    assert play >> decoded(stream=True) << PEEK >> first_event() << RELAY
+    assert world.a.breaker.state is State.CLOSED
+
+
+def test_pull_that_fails_reopens_a_breaker_on_trial(world: World) -> None:
+    """Case 12: load errors of one pair, while local requests work."""
+    world.broken(world.a)
+    world.clock += 60
+    assert pulling(world, world.a) >> decoded(stream=True) << PEEK >> first_event(error=True) << LOCAL
+    assert world.a.breaker.state is State.OPEN
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
+def test_what_is_no_fault_of_the_endpoint_leaves_it_on_trial(world: World, status: int) -> None:
+    world.broken(world.a)
+    world.clock += 60
+    play = world.remote(world.a) >> start << Prefill(world.a) >> prefilled(status, b"") << object
+    assert play
+    assert world.a.breaker.state is State.HALF_OPEN
+    assert world.remote(world.a) >> start << Prefill(world.a) >> left << CLOSE
+
+
+def test_only_one_request_is_on_trial(world: World) -> None:
+    world.broken(world.a)
+    world.clock += 60
+    trial = world.remote(world.a) >> start << Prefill(world.a)
+    other = world.remote(world.a) >> start << LOCAL
+    other.open().exchange.close()
+    assert not world.a.breaker.admits(world.clock), "the end of the other one has ended the trial"
+    assert trial >> left << CLOSE
+
+
+def test_end_of_an_older_request_does_not_let_in_a_second_trial(world: World) -> None:
+    older = world.remote(world.a) >> start << Prefill(world.a)
+    world.broken(world.a)
+    world.clock += 60
+    trial = (world.remote(world.a) >> start << Prefill(world.a)).open()
+    older = older >> left << CLOSE
+    older.open().exchange.close()
+    assert not world.a.breaker.admits(world.clock)
+    assert trial >> left << CLOSE
+
+
+def test_trial_whose_handoff_expires_leaves_the_endpoint_usable(world: World) -> None:
+    world.broken(world.a)
+    world.clock += 60
+    play = handed_over(world) >> wait(30) << None >> connected << Prefill(world.b) >> prefilled() << Check
+    assert play >> checked() << Decode >> connected << None >> sent << None >> decoded() << RELAY
+    assert world.a.breaker.admits(world.clock)
+
+
+# -- answers that are passed on --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 415, 422])
+def test_clients_mistake_at_prefill_is_relayed_and_not_retried(world: World, status: int) -> None:
+    """Cases 21 and 28."""
+    play = world.remote() >> start << Prefill(world.a) >> prefilled(status, b'{"error":{}}') << RELAY
+    assert play
+    assert world.outcomes == ["rejected"]
+    assert world.a.breaker.state is State.CLOSED
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422, 429])
+def test_clients_mistake_at_decode_is_relayed(world: World, status: int) -> None:
+    assert pulling(world) >> decoded(status) << RELAY
+
+
+@pytest.mark.parametrize("status", [200, 204, 400, 404, 429, 500, 503])
+def test_without_a_handoff_every_status_is_relayed(world: World, status: int) -> None:
+    play = world.local() >> start << LOCAL >> connected << None >> sent << None
+    assert play >> decoded(status, stream=status == 200) << RELAY
+
+
+# -- the client leaves -----------------------------------------------------------------------------------------
+
+
+def _stages() -> dict[str, tuple[object, object]]:
+    return {
+        "before anything": (lambda w: w.remote(), CLOSE),
+        "prefill": (lambda w: w.remote() >> start << Prefill(w.a), CLOSE),
+        "second prefill": (
+            lambda w: w.remote() >> start << Prefill(w.a) >> fault("reset") << Prefill(w.b),
+            CLOSE,
+        ),
+        "check": (lambda w: w.remote() >> start << Prefill(w.a) >> prefilled() << Check, WAIT),
+        "handoff": (handed_over, Release),
+        "pull": (pulling, TO_FIRST_BYTE),
+        "pull, peeking": (lambda w: pulling(w) >> decoded(stream=True) << PEEK, TO_FIRST_BYTE),
+        "recompute": (recomputing, CLOSE),
+        "recompute, sent": (lambda w: recomputing(w) >> connected << None >> sent << None, CLOSE),
+        "streaming": (lambda w: pulling(w) >> decoded() << RELAY, CLOSE),
+        "local": (lambda w: w.local() >> start << LOCAL >> connected << None >> sent << None, CLOSE),
+    }
+
+
+@pytest.mark.parametrize("stage", _stages())
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "fail"])
+def test_client_leaves(stage: str, recompute: bool) -> None:
+    world = World(recompute=recompute or "recompute" in stage)
+    play, expected = _stages()[stage]
+    play = play(world)
+    failures = [endpoint.breaker._failures for endpoint in world.endpoints]
+    assert play >> left << expected
+    assert [endpoint.breaker._failures for endpoint in world.endpoints] == failures, "nobody is to blame for it"
+    assert play.exchange.faults[-1].row.fault == "client_left"
+
+
+@pytest.mark.parametrize("stage", _stages())
+def test_request_that_ends_without_a_word_gives_everything_back(stage: str) -> None:
+    """An exception, a drain: `close` alone."""
+    assert _stages()[stage][0](World())
+
+
+def test_prefill_that_is_closed_is_counted_as_left(world: World) -> None:
+    assert world.remote() >> start << Prefill(world.a)
+    assert world.outcomes == ["client_left"]
+
+
+# -- faults in mid-stream ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["reset", "garbage"])
+def test_started_answer_is_never_retried(world: World, name: str) -> None:
+    """Case 24."""
+    play = pulling(world) >> decoded(stream=True) << PEEK >> first_event() << RELAY
+    assert play >> fault(name) << BreakOff(TABLE[Stage.STREAMING, name])
+    assert play.exchange.what is Kind.REMOTE
+
+
+def test_faults_say_where_and_why(world: World) -> None:
+    play = world.remote() >> start << Prefill(world.a) >> fault("refused", "10.0.0.5:8000: Connection refused")
+    assert play << Prefill(world.b) >> prefilled(503, b"") << LOCAL
+    assert [(f.row.reason, f.endpoint, f.detail) for f in play.exchange.faults] == [
+        ("prefill_refused", "10.0.0.5:8000", "10.0.0.5:8000: Connection refused"),
+        ("prefill_server_error", "10.0.0.6:8000", "status 503"),
+    ]
+
+
+def test_blocks_are_checked_with_the_local_engines_size_if_nothing_better_is_known(world: World) -> None:
+    world.a.facts = EngineFacts()
+    assert world.remote() >> start << Prefill(world.a) >> prefilled(block_size=16) << Check
+    world.a.facts = EngineFacts()
+    assert world.remote() >> start << Prefill(world.a) >> prefilled(block_size=8) << LOCAL
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"null", b"[]", b'"', b"{", b"{}", b'{"kv_transfer_params":', b"\xff", b"[" * 100_000, b'{"usage":[]}'],
+    ids=lambda body: repr(body[:30]),
+)
+def test_prefill_answer_that_is_no_answer(world: World, body: bytes) -> None:
+    play = world.remote() >> start << Prefill(world.a) >> prefilled(body=body) << LOCAL
+    assert play
+    assert play.exchange.faults[0].row.stage is Stage.HANDOFF
+    assert world.a.breaker._failures == 1
+
+
+def test_decisions_reason_stays_while_nothing_fails(world: World) -> None:
+    play = world.play(Decision(Kind.REMOTE, "on", "", 40, (world.a,), ordered=False))
+    assert play >> start << Prefill(world.a) >> prefilled() << Check
+    assert play.exchange.reason == "on"
