@@ -24,6 +24,8 @@ LINGER_S = 2.0
 """After an answer to a request that was not read to its end, what still arrives is thrown away for so long; closing
 at once would reset the connection before the client has read the answer."""
 WRITE_HIGH_WATER_BYTES = 65536
+READ_IN_PLACE_BYTES = 131072
+"""Less than this is not worth a change of protocol."""
 
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 60, 15, 4
 
@@ -45,6 +47,41 @@ def _keep_alive(transport: asyncio.BaseTransport) -> None:
 
 def _row(fault: str) -> Row:
     return TABLE[Stage.READING, fault]
+
+
+class _BodyReader(asyncio.BufferedProtocol):
+    """Stands in for a client connection while a large body is read."""
+
+    def __init__(self, client: "ClientConnection", request: Request) -> None:
+        self._client = client
+        self._request = request
+        self._body = bytearray(request.length)
+        filled = 0
+        for part in request.parts:
+            self._body[filled : filled + len(part)] = part
+            filled += len(part)
+        request.parts = []
+        self._filled = filled
+        self._view = memoryview(self._body)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._filled += nbytes
+        self._client.body_progressed()
+        if self._filled == len(self._body):
+            self._view.release()
+            self._client.body_read(self._request, self._body)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._client.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._client.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._client.resume_writing()
 
 
 class ClientConnection(asyncio.Protocol):
@@ -117,10 +154,15 @@ class ClientConnection(asyncio.Protocol):
         if self._request is None:
             self._head_bytes += len(data)
         elif self._runner is None or self._runner.request is self._request:
-            self.deadline = self._service.loop.time() + self._service.settings.client_body_timeout
+            self.body_progressed()
         self._feed(data)
+        if self._request is not None and self._runner is None and self._request.size:
+            self._read_in_place(self._request)
         if self._request is None and self._reading and self._head_bytes > MAX_HEAD_BYTES + 65536:
             self._refuse(_row("head_too_large"))
+
+    def body_progressed(self) -> None:
+        self.deadline = self._service.loop.time() + self._service.settings.client_body_timeout
 
     def pause_writing(self) -> None:
         self.deadline = self._service.loop.time() + self._service.settings.client_idle_timeout
@@ -204,6 +246,31 @@ class ClientConnection(asyncio.Protocol):
             return
         request.parts.append(piece)
 
+    def _read_in_place(self, request: Request) -> None:
+        """The rest of a large body of stated length goes from the socket to its place, not into pieces."""
+        transport = self.transport
+        missing = request.length - request.size
+        if missing < READ_IN_PLACE_BYTES or request.is_streamed or self._deaf or transport is None:
+            return
+        transport.pause_reading()
+        transport.set_protocol(_BodyReader(self, request))
+        transport.resume_reading()
+
+    def body_read(self, request: Request, body: bytearray) -> None:
+        """All of a body that was read in place is here."""
+        transport = self.transport
+        if transport is None:
+            return
+        transport.pause_reading()
+        transport.set_protocol(self)
+        transport.resume_reading()
+        request.keep_alive = self._parser.should_keep_alive()
+        self._parser = httptools.HttpRequestParser(self)  # the old one still waits for the body
+        self._request = None
+        self._reading = False
+        request.body = body
+        self._start(request)
+
     def on_message_complete(self) -> None:
         request, self._request = self._request, None
         self._reading = False
@@ -252,7 +319,7 @@ class ClientConnection(asyncio.Protocol):
         runner = self._runner = Runner(self._service, self, request)
         runner.start()
         if request.is_streamed and request.body and self._runner is runner:  # it had to wait for its turn
-            runner.body_piece(request.body)
+            runner.body_piece(bytes(request.body))
             runner.body_end(b"")
 
     def write(self, parts: Sequence[bytes]) -> None:

@@ -12,7 +12,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-Buffer = bytes | memoryview
+Buffer = bytes | bytearray | memoryview
 
 _GZIP = 31
 _SLICE_BYTES = 16384
@@ -34,7 +34,7 @@ class Undecodable(ValueError):
         self.detail = detail
 
 
-def decoded(body: bytes, content_encoding: bytes, max_bytes: int) -> bytes:
+def decoded(body: Buffer, content_encoding: bytes, max_bytes: int) -> Buffer:
     """`body` without its content encodings (applied right to left, RFC 9110 8.4). Raises `Undecodable`."""
     names = [name.strip().lower() for name in content_encoding.split(b",") if name.strip()]
     if len(names) > 3:
@@ -52,11 +52,11 @@ def decoded(body: bytes, content_encoding: bytes, max_bytes: int) -> bytes:
     return body
 
 
-def _inflate(body: bytes, window_bits: int, max_bytes: int) -> bytes:
+def _inflate(body: Buffer, window_bits: int, max_bytes: int) -> bytes:
     return _decompressed(body, lambda: _Zlib(window_bits), max_bytes, several=window_bits == _GZIP)
 
 
-def _zstd(body: bytes, max_bytes: int) -> bytes:
+def _zstd(body: Buffer, max_bytes: int) -> bytes:
     return _decompressed(body, lambda: zstd.ZstdDecompressor(options=_ZSTD_OPTIONS), max_bytes, several=True)
 
 
@@ -94,10 +94,10 @@ class _Zlib:
         return not self._inner.unconsumed_tail
 
     def decompress(self, data: Buffer, max_length: int) -> bytes:
-        return self._inner.decompress(self._inner.unconsumed_tail + data, max_length)
+        return self._inner.decompress(self._inner.unconsumed_tail + bytes(data), max_length)
 
 
-def _decompressed(body: bytes, make: Callable[[], _Decompressor], max_bytes: int, *, several: bool) -> bytes:
+def _decompressed(body: Buffer, make: Callable[[], _Decompressor], max_bytes: int, *, several: bool) -> bytes:
     """The content of `several` members one after the other, or of exactly one. Slices keep what a member leaves
     over small: it is copied for each member."""
     out: list[bytes] = []

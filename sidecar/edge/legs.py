@@ -43,6 +43,7 @@ class Leg:
     def drop(self) -> None:
         """The leg ends here; an answer that is not complete is cut off at once."""
         self._dropped = True
+        self._parts = ()
         if self._call_off is not None:
             self._call_off()
         connection, self._connection = self._connection, None

@@ -58,6 +58,7 @@ class Request:
         "inflated",
         "is_streamed",
         "keep_alive",
+        "length",
         "method",
         "parts",
         "path",
@@ -89,9 +90,13 @@ class Request:
         self.expects_continue = b"expect" in self.read
         self.upgrade = b"upgrade" in self.read
         self.is_streamed = self._streams()
+        length = self.read.get(b"content-length")
+        self.length = int(length[0]) if length else 0
+        """Content-Length, 0 if the body has none."""
         self.parts: list[bytes] = []
         self.size = 0
-        self.body = b""
+        """Bytes of the body that have been read."""
+        self.body: bytes | bytearray = b""
         self.request_id = b""
         self.inflated = False
         """The body lost its content encoding on the way in."""
@@ -118,8 +123,7 @@ class Request:
             return "malformed", "a control character in the path"
         if self.method == b"CONNECT":
             return "malformed", "CONNECT is not served here"
-        length = read.get(b"content-length")
-        if length and int(length[0]) > max_body_bytes:
+        if self.length > max_body_bytes:
             return "too_large", f"{max_body_bytes} bytes"
         return None
 

@@ -13,7 +13,7 @@ from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.decision.guards import decide
 from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable, decoded
-from sidecar.edge.engine import EngineConnection, EnginePool, Head
+from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
 from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg, ReleaseLeg
 from sidecar.edge.request import Request
 from sidecar.edge.service import Service, Times
@@ -71,7 +71,7 @@ class Runner:
         self._exchange: life.Exchange | None = None
         self._early_tunnel_data = b""
         self._members: Fields = {}
-        self._body = b""
+        self._body: Buffer = b""
         self._leg: Leg | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unwatch: Callable[[], None] | None = None
@@ -160,7 +160,7 @@ class Runner:
             if self._api is not None:
                 raise NotAnObject("there is no body")
             return
-        body = request.body
+        body: Buffer = request.body
         encoding = request.content_encoding
         is_read = request.is_always_read
         if encoding and is_read:
@@ -175,6 +175,7 @@ class Runner:
             body = cleaned
             self._members = fields(body)
         self._body = body
+        request.body = b""
 
     # -- commands ------------------------------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ class Runner:
         self._stop_timer()
         request, service = self._request, self._service
         handoff = command.handoff
-        parts: tuple[bytes | memoryview, ...]
+        parts: tuple[Buffer, ...]
         if handoff is not None:
             parts = decode_body(self._body, service.connector.decode_params(handoff))
         else:
@@ -445,6 +446,7 @@ class Runner:
             return
         self._finished = True
         self._drop_leg()
+        self._body, self._members = b"", {}  # runner and leg know each other: the collector would free them late
         self._stop_timer()
         self._times.end = time.monotonic()
         exchange = self._exchange

@@ -13,6 +13,7 @@ import msgspec
 from sidecar.exchange.apis import FORBIDDEN, FORBIDDEN_INSIDE, Api
 
 Fields = dict[str, msgspec.Raw]
+Body = bytes | bytearray | memoryview
 
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_string = msgspec.json.Decoder(str).decode
@@ -22,7 +23,7 @@ class NotAnObject(ValueError):
     """The body is not a JSON object that we are sure to read as the engine would."""
 
 
-def fields(body: bytes | bytearray | memoryview | msgspec.Raw) -> Fields:
+def fields(body: Body | msgspec.Raw) -> Fields:
     """Top-level members of a JSON object; the values are views into `body`.
 
     Raises `NotAnObject` for everything else, also for what the engine's own parser would let pass (NaN, a lone
@@ -36,7 +37,7 @@ def fields(body: bytes | bytearray | memoryview | msgspec.Raw) -> Fields:
         raise NotAnObject("nested too deeply") from None
 
 
-def fields_if_object(body: bytes) -> Fields:
+def fields_if_object(body: Body) -> Fields:
     """Top-level members of a body on a path that we do not know; empty if it is no JSON object.
 
     Raises `NotAnObject` for what may be one to a more lenient parser and names what a client may never set.
@@ -46,7 +47,7 @@ def fields_if_object(body: bytes) -> Fields:
     try:
         return fields(body)
     except NotAnObject:
-        plain = body.replace(b"\0", b"")  # UTF-16 and UTF-32 are JSON to Python's parser
+        plain = bytes(body).replace(b"\0", b"")  # UTF-16 and UTF-32 are JSON to Python's parser
         if b"transfer_params" in plain or b"\\u" in plain:
             raise
         return {}
@@ -73,14 +74,15 @@ def _members_to_remove(top: Fields) -> list[tuple[str, ...]]:
     return found
 
 
-def without_forbidden(body: bytes, top: Fields) -> bytes | None:
+def without_forbidden(body: Body, top: Fields) -> bytes | None:
     """`body` without the members that a client may never set, or None if it holds none of them."""
     paths = _members_to_remove(top)
-    return remove(body, paths) if paths else None
+    return remove(bytes(body), paths) if paths else None
 
 
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],]', re.DOTALL)
 _SPACE = b" \t\n\r"
+_BRACE = re.compile(rb"\{")
 _EMPTY = re.compile(rb"\{[ \t\n\r]*\}")
 
 
@@ -168,7 +170,9 @@ def _object(members: Fields, replace: Mapping[str, bytes], drop: frozenset[str])
         parts.append(own)
     if not parts:
         return b"{}"
-    return b"{" + b"".join(parts)[1:] + b"}"
+    parts[0] = b"{" + bytes(parts[0])[1:]  # in place of the comma
+    parts.append(b"}")
+    return b"".join(parts)  # the one copy of what may be a large prompt
 
 
 def with_members(members: Fields, replacements: Mapping[str, bytes]) -> bytes:
@@ -201,10 +205,10 @@ def prefill_body(api: Api, members: Fields, params: bytes) -> bytes:
     return _object(members, outer, api.outer_drop)
 
 
-def decode_body(body: bytes, params: bytes) -> tuple[bytes, memoryview]:
+def decode_body(body: Body, params: bytes) -> tuple[bytes, memoryview]:
     """The decode leg's body in two parts: the client's own bytes with `kv_transfer_params` put in front of its
     first member. `body` is a JSON object without that key; it is not copied."""
-    brace = body.index(b"{")
+    brace = _BRACE.search(body).start()  # type: ignore[union-attr]
     rest = memoryview(body)[brace + 1 :]
     empty = _EMPTY.match(body, brace) is not None
-    return body[:brace] + b'{"kv_transfer_params":' + params + (b"" if empty else b","), rest
+    return bytes(body[:brace]) + b'{"kv_transfer_params":' + params + (b"" if empty else b","), rest
