@@ -137,13 +137,17 @@ class BlockPool:
 
     # -- blocks of running requests
 
-    def keys(self, tokens: array[int], lora: str | None, salt: str | None) -> list[bytes]:
-        """The cache keys of the *full* blocks of `tokens`."""
+    def keys(self, tokens: array[int], contents: Sequence[Kv], lora: str | None, salt: str | None) -> list[bytes]:
+        """The cache keys of the *full* blocks of `tokens`; `contents` is their chain without the salt."""
         if not self.prefix_caching:
             return []
-        contents = chain(root(lora, salt), tokens, self.block_size)
+        if salt:
+            contents = chain(root(lora, salt), tokens, self.block_size)
         full = len(tokens) // self.block_size
-        return [kv.after() for kv in contents[:full]]
+        keys = [kv.before for kv in contents[1:]]
+        if len(keys) < full:
+            keys.append(contents[-1].after())
+        return keys[:full]
 
     def allocate(self, count: int, keys: Sequence[bytes] = (), max_hits: int = 0) -> Allocation | None:
         """`count` blocks, of the first `max_hits` as many as possible cached ones; None when too few are free."""

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -27,10 +28,15 @@ import zmq
 TELLING = {
     *("object", "type", "role", "status", "finish_reason", "stop_reason", "code", "param", "output_mode"),
     *("do_remote_prefill", "do_remote_decode", "transfer_mode", "tp_size", "pp_size", "dcp_size", "version"),
-    *("tool_choice", "truncation", "service_tier", "index", "sequence_number", "remote_blocks_expiry_time"),
+    *("tool_choice", "truncation", "service_tier", "sequence_number", "remote_blocks_expiry_time"),
 }
 HEADERS = ("content-type", "transfer-encoding", "allow", "connection", "server", "vary", "www-authenticate")
 TIMEOUT_SECONDS = 60.0
+DEATH_SECONDS = 1.5
+# An answer that takes longer than this is none. A cold handshake with a dead side channel takes 5 s.
+HANG_SECONDS = 3.0
+# What real engines answered, to hold simulated ones against; made by `python -m e2e.test_contract`.
+RECORDED = Path(__file__).with_name("recorded.json")
 
 
 @dataclass
@@ -647,14 +653,12 @@ def hazards(pair: Pair) -> dict[str, Any]:
         params = change(prefill_of(pair.prefill_url, own).json["kv_transfer_params"])
         body = _completion(prompt=prompt(own) if prompt else own, max_tokens=8, kv_transfer_params=params)
         try:
-            kept = record(send(pair.decode_url, "/v1/completions", {**body, **more}, timeout_seconds=3))
+            kept = record(send(pair.decode_url, "/v1/completions", {**body, **more}, timeout_seconds=HANG_SECONDS))
         except TimeoutError:
             kept = {"status": "hangs"}
         except (ConnectionError, http.client.HTTPException):
             kept = {"status": "breaks off"}
-        # A death takes under a second from the answer to the closed port.
-        time.sleep(1.5)
-        kept["alive"] = _healthy(pair.decode_url)
+        kept["alive"] = _survives(pair.decode_url)
         kept["side channel"] = _answers(pair.side_channel_port)
         found[name] = kept
 
@@ -712,6 +716,16 @@ def _healthy(url: str) -> bool:
         return False
 
 
+def _survives(url: str) -> bool:
+    """A death takes under a second from the answer to the closed port."""
+    until = time.monotonic() + DEATH_SECONDS
+    while time.monotonic() < until:
+        if not _healthy(url):
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def _answers(port: int) -> bool:
     """Whether a prefill engine's side channel answers a request for its metadata (vllm: nixl/metadata.py)."""
     context = zmq.Context()
@@ -745,6 +759,36 @@ def difference(one: Any, other: Any, where: str = "") -> list[str]:
             for line in difference(left, right, f"{where}[{index}]")
         ]
     return [] if one == other else [f"{where}: {one!r} against {other!r}"]
+
+
+def plain(found: dict[str, Any]) -> dict[str, Any]:
+    """As it is when it was written and read again."""
+    again: dict[str, Any] = json.loads(json.dumps(found))
+    return again
+
+
+def save(sections: dict[str, dict[str, Any]], path: Path = RECORDED) -> None:
+    """Records by section and case; equal ones are written once, each on a line of its own."""
+    shapes: list[str] = []
+    places: dict[str, dict[str, int]] = {}
+    for section, found in sections.items():
+        places[section] = {}
+        for name, kept in found.items():
+            text = json.dumps(kept, separators=(",", ":"))
+            if text not in shapes:
+                shapes.append(text)
+            places[section][name] = shapes.index(text)
+    lines = ",\n".join(shapes)
+    cases = json.dumps(places, indent=0)
+    path.write_text(f'{{"shapes": [\n{lines}\n],\n"cases": {cases}}}\n')
+
+
+def load(path: Path = RECORDED) -> dict[str, dict[str, Any]]:
+    stored = json.loads(path.read_text())
+    return {
+        section: {name: stored["shapes"][place] for name, place in found.items()}
+        for section, found in stored["cases"].items()
+    }
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
-import uuid
 from array import array
 from collections import Counter, deque
 from collections.abc import AsyncIterator
@@ -415,7 +415,7 @@ class Run:
         self.core = core
         self.job = job
         # Eight random hex digits make the engine's own id unique (v1/engine/input_processor.py:371).
-        self.key = f"{job.request_id}-{uuid.uuid4().hex[:8]}"
+        self.key = f"{job.request_id}-{os.urandom(4).hex()}"
         self.arrived_at = time.perf_counter()
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.cached_tokens = 0
@@ -427,6 +427,7 @@ class Run:
         self._allocation: Allocation | None = None
         self._block_ids: list[int] = []
         self._keys: list[bytes] = []
+        self._wanted: list[Kv] = []
         self._contents: list[Kv] = []
         self._tokens: array[int] = array("I")
         self._seed = b""
@@ -449,10 +450,10 @@ class Run:
         if core.frozen:
             await core.thawed.wait()
         block_size = core.limits.block_size
-        if job.prompt_logprobs:
-            self._keys = []
-        else:
-            self._keys = core.pool.keys(job.prompt, job.lora, job.cache_salt)
+        # What the KV of this prompt is to be; what is found or pulled may be something else.
+        self._wanted = chain(root(job.lora), job.prompt, block_size)
+        if not job.prompt_logprobs:
+            self._keys = core.pool.keys(job.prompt, self._wanted, job.lora, job.cache_salt)
         self._check_read_back()
         core.waiting.append(self)
         core.schedule()
@@ -500,9 +501,11 @@ class Run:
     def _compute(self, hits: int) -> None:
         pool, job = self.core.pool, self.job
         contents = pool.read(self._block_ids[:hits])
-        before = contents[-1].after() if contents else root(job.lora)
-        rest = job.prompt[hits * pool.block_size :]
-        contents += chain(before, rest, pool.block_size)
+        if contents == self._wanted[:hits]:
+            contents += self._wanted[hits:]
+        else:
+            rest = job.prompt[hits * pool.block_size :]
+            contents += chain(contents[-1].after(), rest, pool.block_size)
         pool.write(self._block_ids[hits:], contents[hits:])
         self._contents = contents
 
@@ -708,8 +711,8 @@ class Run:
         ids = self._block_ids[first:]
         pool.write(ids, contents[: len(ids)])
         if self._keys or len(self.job.prompt) < size:
-            keys = pool.keys(computed, self.job.lora, self.job.cache_salt)
-            pool.cache(self._block_ids, keys)
+            whole = self._wanted[:first] + contents
+            pool.cache(self._block_ids, pool.keys(computed, whole, self.job.lora, self.job.cache_salt))
 
     # -- ends
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from tests.engine.apis import schema
 from tests.engine.apis.schema import ApiError
@@ -26,7 +26,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def random_id() -> str:
-    return uuid4().hex[:16]
+    return os.urandom(8).hex()
 
 
 def base_request_id(received: Received, body: dict[str, Any]) -> str:
@@ -175,7 +175,7 @@ async def _complete_one(core: Core, single: Job) -> Result:
     except EngineDeadError:
         raise schema.engine_dead() from None
     except GenerationError:
-        raise schema.GenerationFailed() from None
+        raise schema.GenerationFailed from None
 
 
 async def steps(
@@ -193,7 +193,7 @@ async def steps(
         except EngineDeadError:
             raise schema.engine_dead() from None
         except GenerationError:
-            raise schema.GenerationFailed() from None
+            raise schema.GenerationFailed from None
         return
     queue: asyncio.Queue[tuple[int, Run, Step] | BaseException | None] = asyncio.Queue()
 
@@ -207,7 +207,7 @@ async def steps(
         except EngineDeadError:
             queue.put_nowait(schema.engine_dead())
         except GenerationError:
-            queue.put_nowait(schema.GenerationFailed())
+            queue.put_nowait(schema.GenerationFailed)
 
     tasks = [asyncio.ensure_future(feed(index, single)) for index, single in enumerate(jobs)]
     try:

@@ -1,0 +1,66 @@
+"""Real engines still answer as recorded in tests/engine/recorded.json, which the simulated engine is held against.
+
+`python -m e2e.test_contract` records anew: after a step to another vLLM, say. Then the simulation's own tests show
+what has to change there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from e2e.engines import Rig
+from tests.engine import contract
+
+Policy = Literal["recompute", "fail"]
+
+
+class _Pair:
+    """The engines of a rig, as the script wants them."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._look()
+
+    def _look(self) -> None:
+        self.prefill_url = self._rig.prefill[0].url
+        self.decode_url = self._rig.decode[0].url
+        self.side_channel_port = self._rig.prefill[0].side_channel_port
+
+    def revive(self) -> None:
+        self._rig.decode[0].restart()
+        self._look()
+
+    def revive_prefill(self) -> None:
+        self._rig.prefill[0].restart()
+        self._look()
+
+
+def _contract(policy: Policy) -> dict[str, Any]:
+    with Rig("tiny", prefill=1, decode=1, load_failure_policy=policy) as rig:
+        pair = _Pair(rig)
+        return contract.contract(pair.prefill_url, pair.decode_url, model=rig.model_name)
+
+
+def _hazards() -> dict[str, Any]:
+    with Rig("tiny", prefill=1, decode=1) as rig:
+        return contract.hazards(_Pair(rig))
+
+
+def _assert_as_recorded(section: str, found: dict[str, Any]) -> None:
+    lines = contract.difference(contract.load()[section], contract.plain(found))
+    assert not lines, "recorded against found:\n" + "\n".join(line[:400] for line in lines)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_real_engines_answer_as_recorded(policy: Policy) -> None:
+    _assert_as_recorded(policy, _contract(policy))
+
+
+def test_real_engines_hang_and_die_as_recorded() -> None:
+    _assert_as_recorded("hazards", _hazards())
+
+
+if __name__ == "__main__":
+    contract.save({"recompute": _contract("recompute"), "fail": _contract("fail"), "hazards": _hazards()})

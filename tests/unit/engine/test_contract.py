@@ -1,0 +1,56 @@
+"""The simulated engine answers as real ones did when `tests/engine/recorded.json` was made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.engine import ThreadedEngine, contract
+
+if TYPE_CHECKING:
+    from tests.unit.engine.conftest import Start
+
+# The flags of the real engines that were recorded (e2e/engines.py).
+AS_RECORDED = {
+    "model": "tiny",
+    "block_size": 32,
+    "num_blocks": 1024,
+    "max_model_len": 8192,
+    "tool_parser": False,
+    "handshake_timeout_seconds": 5.0,
+}
+
+
+def _lines(section: str, found: dict[str, Any]) -> str:
+    lines = contract.difference(contract.load()[section], contract.plain(found))
+    return "\n".join(line[:400] for line in lines)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_answers_are_those_of_real_engines(start: Start, policy: str) -> None:
+    prefill = start(**AS_RECORDED, kv_load_failure_policy=policy)
+    decode = start(**AS_RECORDED, kv_load_failure_policy=policy)
+    assert not _lines(policy, contract.contract(prefill.url, decode.url, model="tiny"))
+
+
+class _Pair:
+    def __init__(self, prefill: ThreadedEngine, decode: ThreadedEngine) -> None:
+        self._prefill, self._decode = prefill, decode
+        self.prefill_url, self.decode_url = prefill.url, decode.url
+        self.side_channel_port = prefill.side_channel_port
+
+    def revive(self) -> None:
+        self._decode.restart()
+
+    def revive_prefill(self) -> None:
+        self._prefill.restart()
+
+
+def test_what_hangs_and_kills_real_engines_does_so_here(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Everything ten times as fast.
+    monkeypatch.setattr(contract, "HANG_SECONDS", 0.3)
+    monkeypatch.setattr(contract, "DEATH_SECONDS", 0.15)
+    options = {**AS_RECORDED, "handshake_timeout_seconds": 0.5, "death_seconds": 0.02}
+    pair = _Pair(start(**options), start(**options))
+    assert not _lines("hazards", contract.hazards(pair))
