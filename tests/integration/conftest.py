@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engine import ThreadedEngine
-from tests.integration.sidecar import Rig, Sidecar
+from tests.integration.sidecar import Footprint, Rig, Sidecar
 
 KEPT = 3
 FLAGS = ("--disagg", "on", "--prefill-allow", "127.0.0.0/8")
@@ -27,8 +27,7 @@ class _Kept:
     sidecar: Sidecar
     decode_ports: tuple[int, int]
     """HTTP and side channel."""
-    descriptors: int
-    """Open in the process when nothing is going on, TCP aside."""
+    footprint: Footprint
     prefill: ThreadedEngine | None = None
     """A prefill engine that the process knows and has nothing against."""
 
@@ -78,9 +77,7 @@ class Shelf:
         except BaseException:
             decode.stop()
             raise
-        kept = self._kept[flags] = _Kept(
-            sidecar, (decode.port, decode.side_channel_port), sidecar.other_descriptors
-        )
+        kept = self._kept[flags] = _Kept(sidecar, (decode.port, decode.side_channel_port), sidecar.footprint)
         return kept, decode
 
     def discard(self, kept: _Kept) -> None:
@@ -117,13 +114,13 @@ def rigged(shelf: Shelf) -> Iterator[Callable[..., Rig]]:
 
         def check(kept: _Kept, rig: Rig) -> None:
             try:
-                rig.check_idle(kept.descriptors)
+                kept.footprint = rig.check_idle(kept.footprint)
                 kept.sidecar.check_log()
                 blamed = rig.has_blamed_prefill()
             except BaseException:
                 shelf.discard(kept)
                 raise
-            if blamed or rig.prefill.faults.rules:
+            if blamed or rig.prefill.faults.rules or rig.prefill.held_blocks:
                 kept.drop_prefill()
 
         yield make

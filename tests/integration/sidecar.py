@@ -21,7 +21,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 CANARY = "kanarienvogel"
 KEY = f"Bearer {CANARY}-key"
+DIRECT = ("X-Direct", "1")
+"""Marks a request that a test sent to an engine itself."""
 START_TIMEOUT_S = 20.0
 LISTEN = "0A"  # the kernel's state number in /proc/net/tcp
 
@@ -78,12 +81,44 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
         time.sleep(0.005)
 
 
+class BlackHole:
+    """An address that takes no connection and refuses none: its listen queue is full."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=0)
+        self.port: int = self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self._fillers = []
+        for _ in range(3):
+            filler = socket.socket()
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", self.port))
+            self._fillers.append(filler)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for one in (*self._fillers, self._listener):
+            one.close()
+
+
 class Connection(NamedTuple):
     """A TCP socket of the process."""
 
     local_port: int
     remote_port: int
     listens: bool
+
+
+class Footprint(NamedTuple):
+    """Descriptors of a process when nothing is going on."""
+
+    descriptors: int
+    others: int
+    """Those that are not TCP: what is open for ever, and sockets that were closed only by half."""
 
 
 class Metrics:
@@ -234,35 +269,27 @@ class Sidecar:
         return self._status("Threads")
 
     @property
-    def descriptors(self) -> list[str]:
-        """What each open descriptor stands for: `socket:[12345]`, `pipe:[12346]`, a path."""
-        found = []
+    def descriptors_open(self) -> int:
+        return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
+
+    def tcp(self) -> list[Connection]:
+        """Its TCP sockets. Slow where other processes have many."""
+        own = set()
         for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed in the meantime
-                found.append(str(link.readlink()))
-        return found
-
-    @property
-    def _tcp(self) -> list[Connection]:
-        own = {name[8:-1] for name in self.descriptors if name.startswith("socket:[")}
+                own.add(str(link.readlink()))
         found = []
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/{self.process.pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
                 columns = line.split()
-                if columns[9] in own:
+                if f"socket:[{columns[9]}]" in own:
                     local, remote = (int(address.rpartition(":")[2], 16) for address in columns[1:3])
                     found.append(Connection(local, remote, columns[3] == LISTEN))
         return found
 
     @property
-    def connections(self) -> list[Connection]:
-        """Its TCP connections but those of the admin port."""
-        return [one for one in self._tcp if not one.listens and one.local_port != self.admin_port]
-
-    @property
-    def other_descriptors(self) -> int:
-        """How many descriptors are not TCP: what is open for ever, and sockets that were closed only by half."""
-        return len(self.descriptors) - len(self._tcp)
+    def footprint(self) -> Footprint:
+        return Footprint(self.descriptors_open, self.descriptors_open - len(self.tcp()))
 
     # -- requests
 
@@ -299,6 +326,20 @@ class Rig:
     def chat(self, **fields: Any) -> Answer:
         return self.post("/v1/chat/completions", chat(**fields))
 
+    def expected(self, path: str, body: dict[str, Any]) -> str:
+        """The text that the decode engine gives by itself. Asked behind the sidecar's back, afterwards."""
+        answer = self.ask_engine("POST", path, body)
+        assert answer.status == 200
+        return answer.text
+
+    def ask_engine(
+        self, method: str, path: str, body: Any = None, headers: Iterable[tuple[str, str]] = ()
+    ) -> Answer:
+        """The same question to the decode engine itself."""
+        with Client(("127.0.0.1", self.decode.port)) as client:
+            client.request(method, path, body, [("Authorization", KEY), DIRECT])
+            return client.answer(method)
+
     def open(self, path: str, body: Any, headers: Iterable[tuple[str, str]] = ()) -> Client:
         """Sends the request; the answer is yet to be read."""
         client = self.sidecar.connect()
@@ -312,34 +353,49 @@ class Rig:
     def prefilled(self) -> list[Received]:
         return _of_clients(self.prefill)
 
-    def last_decision(self) -> dict[str, Any]:
-        return self.sidecar.decisions()[0]
+    def decision_on(self, answer: Answer) -> dict[str, Any]:
+        """What `/decisions` says of the request."""
+        wanted = answer.header("x-request-id")
+        return next(record for record in self.sidecar.decisions() if record["request_id"] == wanted)
 
     def has_blamed_prefill(self) -> bool:
         """Whether anything went wrong with the prefill engine, so that its breaker may have opened."""
         faults = [fault for record in self.sidecar.decisions() for fault in record.get("faults", ())]
         return any(fault["prefill"] == self.prefill.address for fault in faults)
 
-    def check_idle(self, descriptors: int) -> None:
-        """Every gauge reads 0, and once the engines have closed what is idle no connection is left. `descriptors`
-        is how many others there were at the start."""
-        metrics = None
+    def check_idle(self, before: Footprint) -> Footprint:
+        """Every gauge reads 0, and once the engines have closed what is idle no connection is left but those to
+        side channels. `before` is what there was before; returns what there is now."""
 
         def all_zero() -> bool:
-            nonlocal metrics
             metrics = self.sidecar.metrics()
             return not metrics("inflight") and not metrics("recompute_inflight")
 
         eventually(all_zero)
-        eventually(lambda: not self._connections_left())
-        assert self.sidecar.other_descriptors <= descriptors
+        with contextlib.suppress(AssertionError):
+            eventually(lambda: self._descriptors_without_idle() <= before.descriptors, 0.1)
+            return Footprint(self.sidecar.descriptors_open, before.others)
+        now = Footprint(0, 0)
 
-    def _connections_left(self) -> list[Connection]:
+        def no_more_than_before() -> bool:
+            nonlocal now
+            self._descriptors_without_idle()
+            tcp = self.sidecar.tcp()
+            now = Footprint(self.sidecar.descriptors_open, self.sidecar.descriptors_open - len(tcp))
+            return not self._left(tcp) and now.others <= before.others
+
+        eventually(no_more_than_before)
+        return now
+
+    def _descriptors_without_idle(self) -> int:
         for engine in (self.prefill, self.decode):
             close_idle(engine)
         time.sleep(0.005)
-        side_channels = {self.prefill.side_channel_port, self.decode.side_channel_port}
-        return [one for one in self.sidecar.connections if one.remote_port not in side_channels]
+        return self.sidecar.descriptors_open
+
+    def _left(self, tcp: list[Connection]) -> list[Connection]:
+        own = {self.sidecar.admin_port, self.prefill.side_channel_port, self.decode.side_channel_port}
+        return [one for one in tcp if not one.listens and not {one.local_port, one.remote_port} & own]
 
 
 def close_idle(engine: ThreadedEngine) -> None:
@@ -355,4 +411,7 @@ def close_idle(engine: ThreadedEngine) -> None:
 
 def _of_clients(engine: ThreadedEngine) -> list[Received]:
     probes = (("GET", "/health"), ("GET", "/metrics"))
-    return [one for one in engine.requests if (one.method, one.target) not in probes]
+    direct = DIRECT[0].encode(), DIRECT[1].encode()
+    return [
+        one for one in list(engine.requests) if (one.method, one.target) not in probes and direct not in one.headers
+    ]
