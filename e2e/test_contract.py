@@ -48,6 +48,12 @@ def _hazards() -> dict[str, Any]:
         return contract.hazards(_Pair(rig))
 
 
+def _releases() -> dict[str, Any]:
+    # Leases that outlast the test: what is freed in it was freed by what the test did.
+    with Rig("tiny", prefill=1, decode=1, lease_seconds=600) as rig:
+        return contract.releases(_Pair(rig))
+
+
 def _assert_as_recorded(section: str, found: dict[str, Any]) -> None:
     lines = contract.difference(contract.load()[section], contract.plain(found))
     assert not lines, "recorded against found:\n" + "\n".join(line[:400] for line in lines)
@@ -62,5 +68,16 @@ def test_real_engines_hang_and_die_as_recorded() -> None:
     _assert_as_recorded("hazards", _hazards())
 
 
+def test_real_prefill_engines_free_blocks_as_recorded() -> None:
+    _assert_as_recorded("releases", _releases())
+
+
 if __name__ == "__main__":
-    contract.save({"recompute": _contract("recompute"), "fail": _contract("fail"), "hazards": _hazards()})
+    contract.save(
+        {
+            "recompute": _contract("recompute"),
+            "fail": _contract("fail"),
+            "hazards": _hazards(),
+            "releases": _releases(),
+        }
+    )

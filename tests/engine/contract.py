@@ -33,6 +33,8 @@ TELLING = {
 HEADERS = ("content-type", "transfer-encoding", "allow", "connection", "server", "vary", "www-authenticate")
 TIMEOUT_SECONDS = 60.0
 DEATH_SECONDS = 1.5
+# Blocks that are released are free within a third of a second.
+RELEASE_SECONDS = 1.5
 # An answer that takes longer than this is none. A cold handshake with a dead side channel takes 5 s.
 HANG_SECONDS = 3.0
 # What real engines answered, to hold simulated ones against; made by `python -m e2e.test_contract`.
@@ -707,6 +709,102 @@ def hazards(pair: Pair) -> dict[str, Any]:
     pair.revive_prefill()
     tried("good after all", same)
     return found
+
+
+def releases(pair: Pair) -> dict[str, Any]:
+    """What frees the prefill engine's blocks, and what leaves them held. The lease is to outlast this."""
+    found: dict[str, Any] = {}
+
+    def tried(name: str, act: Callable[[str, dict[str, Any]], Any], path: str = "/v1/completions") -> None:
+        prompt = long_prompt(len(found) + 400)
+        free_before = _used(pair.prefill_url)
+        body = _messages("x", messages=[{"role": "user", "content": prompt}])
+        if path == "/v1/completions":
+            body = _completion(prompt=prompt)
+        elif path == "/v1/responses":
+            body = _responses(input=prompt)
+        elif path == "/inference/v1/generate":
+            body = _generate(token_ids=[len(found), *range(100, 400)])
+        body = {**body, "model": model}
+        cap = {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
+        if path == "/inference/v1/generate":
+            cap = {"sampling_params": {"max_tokens": 1}}
+        flag = {"kv_transfer_params": {"do_remote_decode": True}}
+        params = send(pair.prefill_url, path, {**body, **cap, **flag}).json["kv_transfer_params"]
+        held = _settles(lambda: _used(pair.prefill_url) > free_before)
+        act(path, {**body, "kv_transfer_params": params})
+        freed = _settles(lambda: _used(pair.prefill_url) <= free_before)
+        found[name] = {"held": held, "freed": freed}
+
+    def ask(**change: Any) -> Callable[[str, dict[str, Any]], Any]:
+        def asked(path: str, body: dict[str, Any]) -> None:
+            kv = {**body["kv_transfer_params"], **change.get("kv", {})}
+            rest = {key: value for key, value in change.items() if key != "kv"}
+            send(pair.decode_url, path, {**body, "kv_transfer_params": kv, **rest})
+
+        return asked
+
+    def leave(*, stream: bool) -> Callable[[str, dict[str, Any]], Any]:
+        def left(path: str, body: dict[str, Any]) -> None:
+            more = {"stream": stream, "max_tokens": 2000}
+            place = urlsplit(pair.decode_url)
+            connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=20)
+            sent = json.dumps({**body, **more})
+            connection.request("POST", path, sent, {"content-type": "application/json"})
+            if stream:
+                connection.getresponse().read(100)
+            else:
+                time.sleep(0.3)
+            connection.close()
+
+        return left
+
+    model = send(pair.decode_url, "/v1/models", method="GET").json["data"][0]["id"]
+    pair.revive()
+    tried("nothing", lambda _path, _body: None)
+    tried("cold, unknown model", ask(model="no-such-model"))
+    meet(pair.prefill_url, pair.decode_url)
+    tried("decode", ask())
+    tried("unknown model", ask(model="no-such-model"))
+    tried("max_tokens beyond", ask(max_tokens=2**30))
+    tried("max_tokens word", ask(max_tokens="x"))
+    tried("stream options without stream", ask(stream_options={"include_usage": True}))
+    tried("flag false", ask(kv={"do_remote_prefill": False}))
+    tried("request id null", ask(kv={"remote_request_id": None}))
+    tried("request id wrong", ask(kv={"remote_request_id": "nobody"}))
+    tried("engine id unknown", ask(kv={"remote_engine_id": "nobody"}))
+    tried("prompt_logprobs", ask(prompt_logprobs=0))
+    tried("two samples", ask(n=2, temperature=1))
+    tried("client leaves the stream", leave(stream=True))
+    tried("client leaves", leave(stream=False))
+    tried("decode", ask(), "/v1/messages")
+    for path in ("/v1/messages", "/v1/responses", "/inference/v1/generate"):
+        tried(f"{path} decode", ask(), path)
+        tried(f"{path} unknown model", ask(model="no-such-model"), path)
+
+    def abort(_path: str, body: dict[str, Any]) -> None:
+        ids = [body["kv_transfer_params"]["remote_request_id"]]
+        send(pair.prefill_url, "/inference/v1/abort_requests", {"request_ids": ids})
+
+    tried("abort on the prefill engine", abort)
+    return found
+
+
+def _used(url: str) -> float:
+    """The share of KV blocks in use."""
+    text = send(url, "/metrics", method="GET").body.decode()
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("vllm:kv_cache_usage_perc{")
+    )
+
+
+def _settles(condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + RELEASE_SECONDS
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _healthy(url: str) -> bool:

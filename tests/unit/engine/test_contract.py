@@ -54,3 +54,11 @@ def test_what_hangs_and_kills_real_engines_does_so_here(start: Start, monkeypatc
     options = {**AS_RECORDED, "handshake_timeout_seconds": 0.5, "death_seconds": 0.02}
     pair = _Pair(start(**options), start(**options))
     assert not _lines("hazards", contract.hazards(pair))
+
+
+def test_what_frees_blocks_of_real_prefill_engines_does_so_here(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "RELEASE_SECONDS", 0.15)
+    pair = _Pair(start(**AS_RECORDED), start(**AS_RECORDED, seconds_per_token=0.002))
+    assert not _lines("releases", contract.releases(pair))
