@@ -21,7 +21,7 @@ from transport.req import Kind, Req, Unanswered
 logger = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_SECONDS: Final = 1.0  # a healthy listener answers in about 1 ms
-LIVE_TIMEOUT_SECONDS: Final = 0.25  # a relayed handshake or a probe: a user's request waits for it
+LIVE_TIMEOUT_SECONDS: Final = 0.2  # a relayed handshake or a probe: a user's request waits for it
 REFRESH_SECONDS: Final = 5.0
 BACKOFF_FIRST_SECONDS: Final = 0.1
 BACKOFF_MAX_SECONDS: Final = 10.0
