@@ -173,7 +173,8 @@ class SideChannels:
             return _sizes(
                 f"the handoff names tp {named.tp}, pp {named.pp}; this engine has tp {known.tp}, pp {known.pp}"
             )
-        return self._where(channel)
+        # What was learned may have been the first to show that the two do not fit.
+        return self._where(channel) if isinstance(channel.state, Known) else channel.state
 
     async def close(self) -> None:
         """End all of it. Nothing waits for the network."""
