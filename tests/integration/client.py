@@ -140,7 +140,7 @@ class Client:
         body: Any = None,
         headers: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Sends a whole request; a body that is no bytes is sent as JSON."""
+        """Sends a whole request."""
         self.send(request(method, target, body, headers))
 
     def half_close(self) -> None:
@@ -296,7 +296,7 @@ def _parsed(lines: Iterable[bytes]) -> Headers:
 
 
 def request(method: str, target: str, body: Any = None, headers: Iterable[tuple[str, str]] = ()) -> bytes:
-    """A whole request as bytes; a body that is no bytes is sent as JSON."""
+    """A whole request as bytes. A body that is no bytes is encoded as JSON; its type is JSON unless told."""
     given = list(headers)
     names = {name.lower() for name, _ in given}
     if "host" not in names:
@@ -304,8 +304,8 @@ def request(method: str, target: str, body: Any = None, headers: Iterable[tuple[
     if body is not None:
         if not isinstance(body, bytes):
             body = json.dumps(body).encode()
-            if "content-type" not in names:
-                given.append(("Content-Type", "application/json"))
+        if "content-type" not in names:
+            given.append(("Content-Type", "application/json"))
         if not {"content-length", "transfer-encoding"} & names:
             given.append(("Content-Length", str(len(body))))
     lines = "".join(f"{name}: {value}\r\n" for name, value in given)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engine import ThreadedEngine
-from tests.integration.sidecar import Footprint, Rig, Sidecar
+from tests.integration.sidecar import Descriptors, Rig, Sidecar, free_ports
 
 KEPT = 3
 FLAGS = ("--disagg", "on", "--prefill-allow", "127.0.0.0/8")
@@ -27,7 +27,8 @@ class _Kept:
     sidecar: Sidecar
     decode_ports: tuple[int, int]
     """HTTP and side channel."""
-    footprint: Footprint
+    descriptors: Descriptors
+    """Open when nothing is going on."""
     prefill: ThreadedEngine | None = None
     """A prefill engine that the process knows and has nothing against."""
 
@@ -66,7 +67,7 @@ class Shelf:
             return kept, decode
         while len(self._kept) >= KEPT:
             self._kept.popitem(last=False)[1].end()
-        decode = ThreadedEngine(**decode_options)
+        decode = ThreadedEngine(port=free_ports(8), side_channel_port=free_ports(8), **decode_options)
         decode.start()
         try:
             sidecar = Sidecar(
@@ -77,7 +78,7 @@ class Shelf:
         except BaseException:
             decode.stop()
             raise
-        kept = self._kept[flags] = _Kept(sidecar, (decode.port, decode.side_channel_port), sidecar.footprint)
+        kept = self._kept[flags] = _Kept(sidecar, (decode.port, decode.side_channel_port), sidecar.descriptors())
         return kept, decode
 
     def discard(self, kept: _Kept) -> None:
@@ -107,14 +108,17 @@ def rigged(shelf: Shelf) -> Iterator[Callable[..., Rig]]:
         def make(*flags: str, decode: dict[str, Any] | None = None, prefill: dict[str, Any] | None = None) -> Rig:
             kept, decode_engine = shelf.take((*FLAGS, *flags), decode or {})
             stack.callback(decode_engine.stop)
-            own = stack.enter_context(ThreadedEngine(**prefill)) if prefill else None
+            own = None
+            if prefill:
+                kept.drop_prefill()
+                own = stack.enter_context(ThreadedEngine(**prefill))
             rig = Rig(kept.sidecar, own or kept.take_prefill(), decode_engine)
             stack.callback(check, kept, rig)
             return rig
 
         def check(kept: _Kept, rig: Rig) -> None:
             try:
-                kept.footprint = rig.check_idle(kept.footprint)
+                kept.descriptors = rig.check_idle(kept.descriptors)
                 kept.sidecar.check_log()
                 blamed = rig.has_blamed_prefill()
             except BaseException:

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -106,19 +107,20 @@ class BlackHole:
 
 
 class Connection(NamedTuple):
-    """A TCP socket of the process."""
+    """A TCP connection of the process."""
 
     local_port: int
     remote_port: int
-    listens: bool
 
 
-class Footprint(NamedTuple):
-    """Descriptors of a process when nothing is going on."""
+@dataclass(frozen=True)
+class Descriptors:
+    """What a process has open."""
 
-    descriptors: int
-    others: int
-    """Those that are not TCP: what is open for ever, and sockets that were closed only by half."""
+    count: int
+    connections: list[Connection]
+    others: list[str]
+    """Neither connection nor listener: what is open for ever, and sockets that were closed only by half."""
 
 
 class Metrics:
@@ -269,27 +271,26 @@ class Sidecar:
         return self._status("Threads")
 
     @property
-    def descriptors_open(self) -> int:
+    def open_descriptors(self) -> int:
         return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
 
-    def tcp(self) -> list[Connection]:
-        """Its TCP sockets. Slow where other processes have many."""
-        own = set()
+    def descriptors(self) -> Descriptors:
+        """Slow where other processes have many sockets."""
+        names = []
         for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed in the meantime
-                own.add(str(link.readlink()))
-        found = []
+                names.append(str(link.readlink()))
+        connections, others = [], set(names)
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/{self.process.pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
                 columns = line.split()
-                if f"socket:[{columns[9]}]" in own:
+                name = f"socket:[{columns[9]}]"
+                if name in others:
+                    others.remove(name)
                     local, remote = (int(address.rpartition(":")[2], 16) for address in columns[1:3])
-                    found.append(Connection(local, remote, columns[3] == LISTEN))
-        return found
-
-    @property
-    def footprint(self) -> Footprint:
-        return Footprint(self.descriptors_open, self.descriptors_open - len(self.tcp()))
+                    if columns[3] != LISTEN:
+                        connections.append(Connection(local, remote))
+        return Descriptors(len(names), connections, sorted(others))
 
     # -- requests
 
@@ -363,9 +364,9 @@ class Rig:
         faults = [fault for record in self.sidecar.decisions() for fault in record.get("faults", ())]
         return any(fault["prefill"] == self.prefill.address for fault in faults)
 
-    def check_idle(self, before: Footprint) -> Footprint:
+    def check_idle(self, before: Descriptors) -> Descriptors:
         """Every gauge reads 0, and once the engines have closed what is idle no connection is left but those to
-        side channels. `before` is what there was before; returns what there is now."""
+        side channels. `before` is what was open before; returns what is open now."""
 
         def all_zero() -> bool:
             metrics = self.sidecar.metrics()
@@ -373,29 +374,33 @@ class Rig:
 
         eventually(all_zero)
         with contextlib.suppress(AssertionError):
-            eventually(lambda: self._descriptors_without_idle() <= before.descriptors, 0.1)
-            return Footprint(self.sidecar.descriptors_open, before.others)
-        now = Footprint(0, 0)
+            eventually(lambda: self._open_without_idle() <= before.count, 0.1)
+            return replace(before, count=self.sidecar.open_descriptors)
+        now = before
 
         def no_more_than_before() -> bool:
             nonlocal now
-            self._descriptors_without_idle()
-            tcp = self.sidecar.tcp()
-            now = Footprint(self.sidecar.descriptors_open, self.sidecar.descriptors_open - len(tcp))
-            return not self._left(tcp) and now.others <= before.others
+            self._open_without_idle()
+            now = self.sidecar.descriptors()
+            return not self._left(now) and len(now.others) <= len(before.others)
 
-        eventually(no_more_than_before)
+        try:
+            eventually(no_more_than_before)
+        except AssertionError:
+            raise AssertionError(f"left: {self._left(now)}; {now.others}, before: {before.others}") from None
         return now
 
-    def _descriptors_without_idle(self) -> int:
+    def _open_without_idle(self) -> int:
         for engine in (self.prefill, self.decode):
             close_idle(engine)
         time.sleep(0.005)
-        return self.sidecar.descriptors_open
+        return self.sidecar.open_descriptors
 
-    def _left(self, tcp: list[Connection]) -> list[Connection]:
-        own = {self.sidecar.admin_port, self.prefill.side_channel_port, self.decode.side_channel_port}
-        return [one for one in tcp if not one.listens and not {one.local_port, one.remote_port} & own]
+    def _left(self, now: Descriptors) -> list[Connection]:
+        own = {self.sidecar.admin_port}
+        for engine in (self.prefill, self.decode):
+            own |= {engine.side_channel_port + rank for rank in range(engine.data_parallel_size)}
+        return [one for one in now.connections if not {one.local_port, one.remote_port} & own]
 
 
 def close_idle(engine: ThreadedEngine) -> None:
