@@ -1,0 +1,108 @@
+"""Random JSON as clients write it: any spacing, key order, escapes, repeated keys, odd numbers.
+
+Written from a story, a few hundred random bytes of which each decides one choice: much faster than a strategy for
+each choice, and it still shrinks.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+SPACES = ("", "", "", " ", "\n", "\t", "\r\n  ")
+NUMBERS = (
+    *("0", "-0", "1", "1.0", "0.10", "1e5", "1E+2", "-1.5e-3", "1.7976931348623157e309", "1e-400", "7", "4096"),
+    *("9007199254740993", "18446744073709551616", "123456789012345678901234567890", "-9223372036854775809"),
+)
+WORDS = ("true", "false", "null")
+TEXTS = (
+    *(
+        "",
+        "a",
+        "Hello, world",
+        "é",
+        "日本語",
+        "\U0001f600",
+        '"',
+        "\\",
+        "a\\",
+        '\\"',
+        "},{",
+        '":',
+        "]",
+        " \n",
+        "\x00",
+    ),
+    *("kv_transfer_params", '"kv_transfer_params":{}', "\ufeff", "\u2028", "\x7f"),
+)
+
+
+def spelled(text: str, style: int) -> str:
+    """`text` as a JSON string; each bit of `style` says whether a character is escaped."""
+    out = []
+    for index, char in enumerate(text):
+        if style >> (index % 16) & 1:
+            units = char.encode("utf-16-be")
+            out += [f"\\u{units[at]:02x}{units[at + 1]:02X}" for at in range(0, len(units), 2)]
+        else:
+            out.append(json.dumps(char, ensure_ascii=False)[1:-1])
+    return '"' + "".join(out) + '"'
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of an object, as written."""
+
+    key: str
+    value: str
+
+
+class Writer:
+    """Writes JSON as its story goes. A story that has ended chooses the first of everything."""
+
+    def __init__(self, story: bytes) -> None:
+        self._story = iter(story)
+
+    def choose(self, options: int) -> int:
+        return next(self._story, 0) % options
+
+    def pick(self, options: Sequence[str]) -> str:
+        return options[self.choose(len(options))]
+
+    def space(self) -> str:
+        return self.pick(SPACES)
+
+    def string(self, text: str) -> str:
+        return spelled(text, (0, 0, 1, 0b10, 0xFFFF, 0x5A5A)[self.choose(6)])
+
+    def value(self, depth: int = 3) -> str:
+        kind = self.choose(8 if depth else 4)
+        if kind <= 1:
+            return self.pick(NUMBERS)
+        if kind == 2:
+            return self.pick(WORDS)
+        if kind <= 4:
+            return self.string(self.pick(TEXTS))
+        if kind <= 5:
+            parts = [self.space() + self.value(depth - 1) + self.space() for _ in range(self.choose(4))]
+            return "[" + ",".join(parts) + "]"
+        return self.object(self.members(lambda: self.pick(("a", "b", *TEXTS)), 4, depth - 1))
+
+    def members(self, key: Callable[[], str], at_most: int, depth: int = 3) -> list[Member]:
+        return [self.member(key(), self.value(depth)) for _ in range(self.choose(at_most + 1))]
+
+    def member(self, key: str, value: str) -> Member:
+        return Member(self.string(key), value)
+
+    def object(self, members: Sequence[Member]) -> str:
+        if not members:
+            return "{" + self.space() + "}"
+        parts = [
+            f"{self.space()}{member.key}{self.space()}:{self.space()}{member.value}{self.space()}"
+            for member in members
+        ]
+        return "{" + ",".join(parts) + "}"
+
+
+STORIES = st.binary(max_size=500)
