@@ -157,7 +157,7 @@ def free_ports(count: int = 1) -> int:
     """The first of `count` consecutive TCP ports that nobody listens on."""
     for _ in range(1000):
         first = random.choice(PORTS[:-count])
-        if first in _given or not all(_bindable(first + n) for n in range(count)):
+        if first in _given or not all(bindable(first + n) for n in range(count)):
             continue
         _given.update(range(first, first + count))
         return first
@@ -167,7 +167,7 @@ def free_ports(count: int = 1) -> int:
 _given: set[int] = set()
 
 
-def _bindable(port: int) -> bool:
+def bindable(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
