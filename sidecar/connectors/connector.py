@@ -1,15 +1,14 @@
 """What a KV connector is, and the handoff that passes through it. Knows no connector by name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import msgspec
 
-from sidecar.exchange.splice import fields, with_members
+from sidecar.exchange.splice import replaced
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineFacts(msgspec.Struct, frozen=True):
     """What is known of an engine's KV cache, from its metrics or its NIXL metadata; 0 means unknown."""
 
     block_size: int = 0
@@ -18,19 +17,17 @@ class EngineFacts:
     engine_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """The prefill endpoint that an answer came from, as far as a handoff must agree with it."""
 
     hosts: frozenset[str]
     """The endpoint's host as configured and the IP address that really answered, canonical."""
-    facts: EngineFacts = field(default_factory=EngineFacts)
+    facts: EngineFacts = EngineFacts()
     fallback_block_size: int = 0
     """The local engine's block size: pairs that differ are rare, and a guess is better than none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Handoff:
+class Handoff(msgspec.Struct, frozen=True):
     """A checked handoff. Single use: once a decode leg carried it, it is dead.
 
     `params` are the prefill engine's bytes, unchanged.
@@ -50,15 +47,11 @@ class Handoff:
 
     def via(self, host: str, port: int) -> "Handoff":
         """The same handoff with another address for the handshake. Only those two values change."""
-        members = fields(self.params)
-        params = with_members(
-            members, {"remote_host": msgspec.json.encode(host), "remote_port": msgspec.json.encode(port)}
-        )
-        return replace(self, params=params)
+        new = {"remote_host": msgspec.json.encode(host), "remote_port": msgspec.json.encode(port)}
+        return msgspec.structs.replace(self, params=replaced(self.params, new))
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
+class Rejection(msgspec.Struct, frozen=True):
     """Why a prefill answer's handoff is not passed on. `fault` is one of the failure table's at stage handoff."""
 
     fault: str

@@ -89,8 +89,8 @@ def _blocks_fit(params: _Params, prompt_tokens: int, source: Source) -> Rejectio
     needed = -(-prompt_tokens // block_size)
     # Only groups with full attention hold a block for every part of the prompt; sliding windows hold fewer.
     longest = max(map(len, params.remote_block_ids), default=0)
-    # One more: the token that the prefill leg generated may have opened a new block.
-    if not needed <= longest <= needed + 1:
+    # Exactly as many: of a longer list the engine reads the tail, which is another place of the prompt.
+    if longest != needed:
         return Rejection(
             "invalid", f"{longest} blocks of {block_size} tokens do not fit {prompt_tokens} prompt tokens"
         )

@@ -1,7 +1,8 @@
 """The decision for one request: guards in a fixed order, the first that matches wins. No I/O, microseconds."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from sidecar.decision.shape import estimated_tokens, keeps_local
 from sidecar.exchange.apis import Api
@@ -27,8 +28,7 @@ class Kind(StrEnum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """The decision and what it rested on; what `/decisions` shows."""
 
     kind: Kind

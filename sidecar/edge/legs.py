@@ -357,7 +357,8 @@ class DecodeLeg(Leg):
         head = self._head
         if head is None or not head.value(b"content-type").startswith(b"text/event-stream") or head.length >= 0:
             return b""
-        event = errors.event(row, self._runner.api, after_partial_event=not self._tail.endswith(b"\n\n"))
+        is_partial = bool(self._tail) and not self._tail.endswith(b"\n\n")
+        event = errors.event(row, self._runner.api, after_partial_event=is_partial)
         if self._write in (self._write_pieces, self._write_filtered):
             return event
         if not self._at_boundary and self._write == self._write_raw:

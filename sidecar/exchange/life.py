@@ -19,71 +19,60 @@ from sidecar.prefill.endpoints import Endpoint, Endpoints
 # -- commands ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(msgspec.Struct, frozen=True):
     """Send the prefill leg to `endpoint`."""
 
     endpoint: Endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Decode:
+class Decode(msgspec.Struct, frozen=True):
     """Send the decode leg to the local engine, with `handoff` or without one."""
 
     handoff: Handoff | None
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(msgspec.Struct, frozen=True):
     """Find out whether the local engine can pull `handoff`, and under what address."""
 
     handoff: Handoff
 
 
-@dataclass(frozen=True, slots=True)
-class Relay:
+class Relay(msgspec.Struct, frozen=True):
     """Pass on the answer at hand: the prefill endpoint's whole one, or the decode engine's from its head on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Peek:
+class Peek(msgspec.Struct, frozen=True):
     """Hold the decode engine's answer back until its first event says whether the KV could be loaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """Answer with our own error."""
 
     row: Row
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class BreakOff:
+class BreakOff(msgspec.Struct, frozen=True):
     """The answer cannot be completed: say so in the stream, or cut it."""
 
     row: Row
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """Give `handoff` back to the prefill engine; nobody waits for an answer."""
 
     handoff: Handoff
 
 
-@dataclass(frozen=True, slots=True)
-class ToFirstByte:
+class ToFirstByte(msgspec.Struct, frozen=True):
     """Nobody waits any more, but the engine is let to its first byte before its connection is closed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """Nobody waits for an answer, but an event that is still to come says what has to be done."""
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """Close what is open; nobody waits for an answer."""
 
 

@@ -5,6 +5,7 @@ the same prompt. A key is what it means to the engine's parser: `"\\u006bv_trans
 a repeated key the last counts. This file knows JSON and nothing else.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 
@@ -178,6 +179,25 @@ def _object(members: Fields, replace: Mapping[str, bytes], drop: frozenset[str])
 def with_members(members: Fields, replacements: Mapping[str, bytes]) -> bytes:
     """A JSON object of `members` in which these values are replaced (or added)."""
     return _object(members, replacements, frozenset())
+
+
+def replaced(body: bytes, replacements: Mapping[str, bytes]) -> bytes:
+    """`with_members` of the object `body`, without decoding it where the members are plainly spelled."""
+    changed = body
+    if b"\\" in body:  # a key may be spelled in a way that only a decoder sees
+        return with_members(fields(body), replacements)
+    for key, own in replacements.items():
+        parts = _value_of(key).split(changed)
+        if len(parts) != 2:  # not there, or there twice: one of them may be inside another member
+            return with_members(fields(body), replacements)
+        changed = b'%b"%b":%b%b' % (parts[0], key.encode(), own, parts[1])
+    return changed
+
+
+@functools.cache
+def _value_of(key: str) -> re.Pattern[bytes]:
+    """Finds a key with its value, where that is a number or a string without escapes."""
+    return re.compile(b'"%b"' % key.encode() + rb'\s*:\s*(?:"[^"]*"|[0-9]+)')
 
 
 _spellings: dict[str, bytes] = {}
