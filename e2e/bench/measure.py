@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from e2e.bench import payloads
-from e2e.bench.proxies import SPECS, NotReadyError, Proxy, Spec
+from e2e.bench.proxies import SPECS, NotReadyError, Proxy, Spec, free_port
 from e2e.bench.rig import Rig, Sample, build
 from tests.engine import nixl
 
@@ -70,7 +70,7 @@ class Bench:
         self._priority = priority
         self._binaries = binaries
         self._folder = Path(tempfile.mkdtemp(prefix="pd-sidecar-bench-"))
-        self._side_channel = nixl.SideChannel("127.0.0.1", 0, {(0, 0): _handshake_payload()})
+        self._side_channel = nixl.SideChannel("127.0.0.1", free_port(), {(0, 0): _handshake_payload()})
         self._side_channel.start()
         self._canned = payloads.canned(self._side_channel.port)
         self.rig = Rig(build(cache), rig_core, self._folder, self._canned, priority)
@@ -231,6 +231,8 @@ def trouble(spec: Spec, sample: Sample) -> str | None:
     """Why a sample does not show what it should: errors, hangs, or a P/D router that made no P/D request."""
     if sample.hung:
         return f"{sample.hung} requests never ended"
+    if sample.streams_missing:
+        return f"{sample.streams_missing} streams never began"
     if sample.errors:
         return f"{sample.errors} errors (first status {sample.first_bad_status or 'none: connection lost'})"
     if sample.decodes and spec.legs == 2:

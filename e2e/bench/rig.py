@@ -52,6 +52,7 @@ class Sample:
     reconnects: int
     hung: int
     clean_stream_ends: int
+    streams_missing: int
     stalled_events: int
     overlapping: int
     wall_s: float
