@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from sidecar.decision.shape import estimated_tokens, keeps_local
+from sidecar.decision.shape import estimated_tokens, is_token_ids, keeps_local
 from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import Fields
 from sidecar.prefill.address import BadAddress
@@ -41,6 +41,8 @@ class Decision(msgspec.Struct, frozen=True):
     budgeted: bool = False
     """Local only because no prefill endpoint is usable: counts as a fallback, so that a dying prefill side cannot
     land every long prompt on the decode engine at once."""
+    is_exact: bool = False
+    """The prompt is a list of token ids: the estimate is its length."""
 
 
 DISABLED = Decision(Kind.LOCAL, "disabled")
@@ -83,4 +85,11 @@ def decide(
         return Decision(Kind.LOCAL, "short", estimated_tokens=tokens)
     else:
         reason = "long"
-    return Decision(Kind.REMOTE, reason, "", tokens, tuple(candidates), bool(header))
+    return Decision(
+        Kind.REMOTE,
+        reason,
+        estimated_tokens=tokens,
+        is_exact=is_token_ids(api, members),
+        candidates=tuple(candidates),
+        ordered=bool(header),
+    )

@@ -15,6 +15,9 @@ BYTES_PER_TOKEN = 4
 """A usual figure for English text and code under BPE vocabularies; token ids are counted exactly."""
 
 
+_MAY_BE_IDS = ("prompt", "token_ids")
+
+
 class _Tool(msgspec.Struct):
     type: str = "function"
 
@@ -91,18 +94,23 @@ def _is_fetched(value: Any) -> bool:
     return isinstance(value, str) and not value.startswith("data:")
 
 
+def is_token_ids(api: Api, members: Fields) -> bool:
+    """Whether the prompt is a list of token ids, so that its length is known exactly."""
+    value = members.get(api.prompt[0])
+    return value is not None and api.prompt[0] in _MAY_BE_IDS and bytes(memoryview(value)[:1]) == b"["
+
+
 def estimated_tokens(api: Api, members: Fields) -> int:
     """About how many tokens the prompt has; exact for a list of token ids."""
+    if is_token_ids(api, members):
+        return bytes(members[api.prompt[0]]).count(b",") + 1
     size_bytes = 0
     for name in api.prompt:
         value = members.get(name)
         if value is None:
             continue
-        view = memoryview(value)
-        if name in ("prompt", "token_ids") and bytes(view[:1]) == b"[":
-            return bytes(view).count(b",") + 1
-        size_bytes += len(view)
+        size_bytes += len(memoryview(value))
     return size_bytes // BYTES_PER_TOKEN
 
 
-__all__ = ["NotAnObject", "estimated_tokens", "keeps_local"]
+__all__ = ["NotAnObject", "estimated_tokens", "is_token_ids", "keeps_local"]

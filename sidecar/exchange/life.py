@@ -206,6 +206,10 @@ class Exchange:
         result = self._connector.read(answer, source)
         if isinstance(result, Rejection):
             return self._no_kv(result)
+        if self.decision.is_exact and result.prompt_tokens != self.decision.estimated_tokens:
+            # KV of another prompt is wrong text with 200, or the end of the decode engine.
+            seen = f"prefill had {result.prompt_tokens} tokens, the request has {self.decision.estimated_tokens}"
+            return self._no_kv(Rejection("invalid", seen))
         if result.empty:  # nothing to pull, nothing is wrong, and the decode engine must not be asked to
             self.handoff_outcomes.append("used")
             endpoint.breaker.succeeded()
