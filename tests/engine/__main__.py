@@ -12,6 +12,8 @@ import contextlib
 import json
 import signal
 
+import uvloop
+
 from tests.engine import Engine
 
 
@@ -66,4 +68,4 @@ async def _run(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(_options()))
+        uvloop.run(_run(_options()))

@@ -100,7 +100,6 @@ class Core:
         model: str,
         engine_id: str,
         side_channel_host: str = "127.0.0.1",
-        side_channel_port: int = 0,
         compat_salt: str = "",
     ) -> None:
         self.limits = limits
@@ -115,14 +114,7 @@ class Core:
             on_expired=self._count_expired,
         )
         self.side_channel: nixl.SideChannel | None = None
-        if limits.kv_connector:
-            payload = nixl.HandshakePayload(
-                self.compat_hash,
-                msgspec.msgpack.encode(nixl.metadata(engine_id, self.blob, limits.num_blocks, limits.block_size)),
-            )
-            self.side_channel = nixl.SideChannel(
-                side_channel_host, side_channel_port, {(0, 0): msgspec.msgpack.encode(payload)}
-            )
+        self._side_channel_host = side_channel_host
         self.handshakes = nixl.Handshakes(self.compat_hash, limits.handshake_timeout_seconds)
         self.alive = True
         self.cause_of_death: str | None = None
@@ -140,7 +132,7 @@ class Core:
         self._agents: dict[Any, bytes] = {}
         self._engine_by_address: dict[tuple[Any, Any], Any] = {}
         self._handshaking: dict[Any, asyncio.Task[bytes]] = {}
-        self._heartbeats: dict[str, dict[str, Any]] = {}
+        self._heartbeats: dict[str, Run] = {}
         self._heartbeat_task: asyncio.Task[None] | None = None
         self._last_heartbeat = 0.0
         self._parked_notifications: list[tuple[Any, str]] = []
@@ -148,11 +140,23 @@ class Core:
 
     # -- life
 
-    def start(self) -> None:
+    def start(self, side_channel_port: int) -> None:
+        """OSError if the side channel can't have its port."""
         self._loop = asyncio.get_running_loop()
-        if self.side_channel is not None:
+        if self.limits.kv_connector:
+            self.side_channel = nixl.SideChannel(
+                self._side_channel_host, side_channel_port, {(0, 0): self._handshake_payload()}
+            )
             self.side_channel.start()
             nixl.fabric[self.blob] = self
+
+    def _handshake_payload(self) -> bytes:
+        found = nixl.metadata(self.engine_id, self.blob, self.pool.num_blocks, self.pool.block_size)
+        return msgspec.msgpack.encode(nixl.HandshakePayload(self.compat_hash, msgspec.msgpack.encode(found)))
+
+    def close_side_channel(self) -> None:
+        if self.side_channel is not None:
+            self.side_channel.stop()
 
     def stop(self) -> None:
         """Everything of this start of the engine ends; its KV can be read by nobody any more."""
@@ -162,8 +166,7 @@ class Core:
             self._wakeup.cancel()
         for task in [*self._tasks, *self._handshaking.values()]:
             task.cancel()
-        if self.side_channel is not None:
-            self.side_channel.stop()
+        self.close_side_channel()
         self.handshakes.stop()
 
     def die(self, cause: str) -> None:
@@ -367,7 +370,7 @@ class Core:
         except TypeError as error:
             self.die(f"TypeError: {error}")
             raise EngineDeadError from error
-        self._heartbeats[run.key] = params
+        self._heartbeats[run.key] = run
         if self._heartbeat_task is None or self._heartbeat_task.done():
             self._heartbeat_task = self._spawn(self._beat())
 
@@ -384,13 +387,15 @@ class Core:
             if not self._heartbeats or not self.alive:
                 return
             self._last_heartbeat = time.monotonic()
-            by_engine: dict[Any, list[Any]] = {}
-            for params in self._heartbeats.values():
-                by_engine.setdefault(params["remote_engine_id"], []).append(params)
+            by_engine: dict[Any, list[Run]] = {}
+            for run in self._heartbeats.values():
+                by_engine.setdefault(run.params["remote_engine_id"], []).append(run)
             for engine_id, group in by_engine.items():
-                ids = [params["remote_request_id"] for params in group]
+                ids = [run.params["remote_request_id"] for run in group]
                 if engine_id not in self._agents:
-                    self._spawn(self._meet_quietly(group[0]))
+                    # Those that run meet the engine by themselves; for the others it is met in time.
+                    if not any(run.admitted.done() for run in group):
+                        self._spawn(self._meet_quietly(group[0].params))
                     continue
                 try:
                     message = "HB:" + ",".join(ids)
@@ -438,9 +443,9 @@ class Run:
         self._leaked = False
         self._pulling: asyncio.Task[bool] | None = None
         params = job.kv_params if core.limits.kv_connector else None
-        self._params: dict[str, Any] = params or {}
-        self._pulls = bool(self._params.get("do_remote_prefill")) and not job.prompt_logprobs
-        self._serves = bool(self._params.get("do_remote_decode"))
+        self.params: dict[str, Any] = params or {}
+        self._pulls = bool(self.params.get("do_remote_prefill")) and not job.prompt_logprobs
+        self._serves = bool(self.params.get("do_remote_decode"))
 
     # -- prefill
 
@@ -469,7 +474,7 @@ class Run:
         pulled = False
         if self._pulls:
             pulled = await self._load(hits)
-        elif self._params.get("do_remote_prefill"):
+        elif self.params.get("do_remote_prefill"):
             # Prompt logprobs need every position computed here; the prefill engine is told at once.
             self._release_remote()
         core.stop_heartbeat(self.key)
@@ -511,7 +516,7 @@ class Run:
 
     def _check_read_back(self) -> None:
         """A prefill request with a whole handoff claims tokens that nobody fetches (pull_scheduler.py:67-134)."""
-        params = self._params
+        params = self.params
         complete = params.get("remote_block_ids") and all(key in params for key in _HANDOFF_KEYS)
         if not self._serves or self._pulls or not complete:
             return
@@ -525,7 +530,7 @@ class Run:
 
     async def _load(self, hits: int) -> bool:
         """True if the prompt's KV came from the prefill engine, False if it is to be computed here."""
-        params = self._params
+        params = self.params
         remote = params.get("remote_block_ids")
         if not remote:
             self._die("AssertionError: num_external_tokens == 0 (pull_scheduler.py:186)")
@@ -554,7 +559,7 @@ class Run:
         return False
 
     async def _pull(self, hits: int, remote: Any) -> bool:
-        core, params = self.core, self._params
+        core, params = self.core, self.params
         blob = await core.meet(params)
         began_at = time.perf_counter()
         peer: Core | None = nixl.fabric.get(blob)
@@ -581,11 +586,11 @@ class Run:
         core.observe("nixl_xfer_time_seconds", time.perf_counter() - began_at)
         core.observe("nixl_bytes_transferred", len(local) * size * BYTES_OF_KV_PER_TOKEN)
         core.notify(params["remote_engine_id"], f"{params['remote_request_id']}", blob)
-        self._params = {**params, "do_remote_prefill": False}
+        self.params = {**params, "do_remote_prefill": False}
         return True
 
     def _release_remote(self) -> None:
-        self.core.reject(self._params)
+        self.core.reject(self.params)
         self._raise_error()
 
     def _count_prompt(self, local_hit: int, external: int, computed: int) -> None:

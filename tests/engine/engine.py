@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 import uuid
 from collections.abc import Iterable
@@ -22,6 +23,9 @@ from tests.engine.faults import Faults
 from tests.engine.wire import Answer, Connection, Received, Server
 
 VERSION = "0.32.0"
+# Below the kernel's ephemeral ports: while a killed engine is away, no outgoing connection can take its port.
+_PORTS = (10000, 20000)
+_PORT_ATTEMPTS = 100
 
 
 class Engine:
@@ -76,7 +80,6 @@ class Engine:
         self._listener: asyncio.Server | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._frozen = False
-        self.store: dict[str, Any] = {}
 
     # -- life
 
@@ -85,23 +88,35 @@ class Engine:
         await self._start_cores()
         await self.accept()
 
+    def _start_side_channels(self) -> None:
+        """On consecutive ports, one for each rank; whatever is free if no port was asked for."""
+        for attempt in range(_PORT_ATTEMPTS):
+            base = self.side_channel_port or random.randrange(*_PORTS)
+            try:
+                for rank, core in enumerate(self.cores):
+                    core.start(base + rank)
+            except OSError:
+                if self.side_channel_port or attempt == _PORT_ATTEMPTS - 1:
+                    raise
+                for core in self.cores:
+                    core.close_side_channel()
+            else:
+                self.side_channel_port = base
+                return
+
     async def _start_cores(self) -> None:
         base_id = self.fixed_engine_id or str(uuid.uuid4())
         self.cores = []
-        self.store = {}
         for rank in range(self.data_parallel_size):
             core = Core(
                 self.limits,
                 model=self.model,
                 engine_id=f"{base_id}_dp{rank}" if self.data_parallel_size > 1 else base_id,
                 side_channel_host=self.side_channel_host,
-                side_channel_port=self.side_channel_port + rank if self.side_channel_port else 0,
                 compat_salt=self.compat_salt,
             )
-            core.start()
-            if not self.side_channel_port and core.side_channel is not None:
-                self.side_channel_port = core.side_channel.port
             self.cores.append(core)
+        self._start_side_channels()
         self.started_at = time.time()
         self._watchdog = asyncio.create_task(self._watch())
 
@@ -171,10 +186,18 @@ class Engine:
         if self.uds is not None:
             self._listener = await loop.create_unix_server(lambda: Connection(self.server), self.uds)
             return
-        self._listener = await loop.create_server(
-            lambda: Connection(self.server), self.host, self.port, backlog=2048, reuse_address=True
-        )
-        self.port = self._listener.sockets[0].getsockname()[1]
+        for attempt in range(_PORT_ATTEMPTS):
+            port = self.port or random.randrange(*_PORTS)
+            try:
+                self._listener = await loop.create_server(
+                    lambda: Connection(self.server), self.host, port, backlog=2048, reuse_address=True
+                )
+            except OSError:
+                if self.port or attempt == _PORT_ATTEMPTS - 1:
+                    raise
+            else:
+                self.port = port
+                return
 
     async def refuse(self) -> None:
         """New connections are refused; open ones go on."""

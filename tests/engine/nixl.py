@@ -132,10 +132,7 @@ class SideChannel:
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         try:
-            if self.port:
-                socket.bind(f"tcp://{self.host}:{self.port}")
-            else:
-                self.port = socket.bind_to_random_port(f"tcp://{self.host}")
+            socket.bind(f"tcp://{self.host}:{self.port}")
             self.alive = True
             self._ready.set()
             while not self._stop.is_set():
@@ -198,6 +195,8 @@ class Handshakes:
             if job is None:
                 return
             future, arguments = job
+            if not future.set_running_or_notify_cancel():
+                continue
             self.attempts += 1
             try:
                 future.set_result(self._handshake(*arguments))

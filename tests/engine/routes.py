@@ -91,9 +91,9 @@ async def invocations(engine: Engine, received: Received) -> Answer:
         raise ApiError(400, f"JSON decode error: {error}", "Bad Request") from None
     # A header names the adapter here; what the body says is dropped (inject_adapter_id).
     raw.pop("model", None)
-    for api in (chat, completions):
+    for serve in (chat.serve, completions.serve):
         try:
-            return await api.serve(engine, received, dict(raw))
+            return await serve(engine, received, dict(raw))
         except FieldError:
             continue
     raise ApiError(400, "Cannot find suitable handler for request.")

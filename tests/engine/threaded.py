@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import uvloop
+
 from tests.engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ class _Thread:
     _lock = threading.Lock()
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self.users = 0
         self._thread = threading.Thread(target=self._run, name="simulated-engines", daemon=True)
         self._thread.start()
@@ -125,7 +127,8 @@ class ThreadedEngine:
         self.call(lambda: self.engine.cores[0].die(cause))
 
     def forget_peers(self) -> None:
-        self.call(lambda: [core.forget_peers() for core in self.engine.cores])
+        for core in self.engine.cores:
+            self.call(core.forget_peers)
 
     def fault(self, fault: Fault, **where: Any) -> Rule:
         return self.engine.faults.add(fault, **where)

@@ -23,7 +23,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
@@ -180,8 +180,8 @@ class Connection(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "pause_reading")
-        self.transport = transport  # type: ignore[assignment]
+        # uvloop's transports are no subclasses.
+        self.transport = cast("asyncio.Transport", transport)
         self.server.connections.add(self)
         self.server.connections_total += 1
         if self.server.faults.reset_on_accept:
@@ -230,10 +230,13 @@ class Connection(asyncio.Protocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            if self._websocket is not None:
-                self._websocket.feed(data[upgrade.args[0] :])
+            self._feed_websocket(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse_garbage()
+
+    def _feed_websocket(self, data: bytes) -> None:
+        if self._websocket is not None:
+            self._websocket.feed(data)
 
     # -- httptools callbacks
 
@@ -361,13 +364,16 @@ class Connection(asyncio.Protocol):
         await self.loop.create_future()
 
 
+_NO_FAULT = Fault()
+
+
 class _Sender:
     """One answer on its way out, with the fault that strikes it."""
 
     def __init__(self, connection: Connection, received: Received, keep_alive: bool) -> None:
         self.connection = connection
         self.received = received
-        self.fault = received.fault or Fault()
+        self.fault = received.fault or _NO_FAULT
         self.keep_alive = keep_alive
         self.body_bytes = 0
 
@@ -405,9 +411,9 @@ class _Sender:
         finally:
             if answer.events is not None:
                 await answer.events.aclose()
+        self.received.answered_at = self.received.answered_at or time.perf_counter()
         if fault.extra_after_end:
             await self.connection.write(fault.extra_after_end)
-        self.received.answered_at = time.perf_counter()
         return self.keep_alive and not fault.close_after and not fault.close_delimited and not fault.http_1_0
 
     # -- head
@@ -422,9 +428,10 @@ class _Sender:
         if self.fault.http_1_0:
             line = line.replace(b"HTTP/1.1", b"HTTP/1.0")
         head = line + b"".join(b"%s: %s\r\n" % header for header in headers) + b"\r\n"
-        await self.connection.write(head)
+        # Noted before it leaves: whoever has read an answer finds it recorded.
         self.received.status = answer.status
         self.received.head_at = time.perf_counter()
+        await self.connection.write(head)
         if self.fault.reset == "after_head":
             self.connection.reset()
             raise ConnectionResetError
@@ -447,6 +454,8 @@ class _Sender:
         await self._send_head(answer, headers)
         if self.received.method == "HEAD":
             return
+        if fault == _NO_FAULT:
+            self.received.answered_at = time.perf_counter()
         await self._send_body_bytes(body)
 
     def _edit(self, answer: Answer) -> None:
@@ -518,6 +527,7 @@ class _Sender:
             await self._send_chunk(packer.flush(), framing)
         if framing:
             trailers = "".join(f"{name}: {value}\r\n" for name, value in fault.trailers).encode()
+            self.received.answered_at = time.perf_counter()
             await self.connection.write(b"0\r\n" + trailers + b"\r\n")
 
     async def _send_chunk(self, data: bytes, framing: Headers) -> None:

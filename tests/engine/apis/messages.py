@@ -136,7 +136,7 @@ async def _whole(request: chat.Request, core: Core, rank: int | None) -> dict[st
     (result,) = await serving.complete(request.engine, core, request.jobs, rank)
     reason, sequence = _reason(result.finish_reason, result.stop_reason)
     counts = (result.run.cached_tokens, result.run.created_tokens)
-    answer = serving.without_nones(
+    answer: dict[str, Any] = serving.without_nones(
         {
             "id": request.id,
             "type": "message",

@@ -207,7 +207,7 @@ async def steps(
         except EngineDeadError:
             queue.put_nowait(schema.engine_dead())
         except GenerationError:
-            queue.put_nowait(schema.GenerationFailed)
+            queue.put_nowait(schema.GenerationFailed())
 
     tasks = [asyncio.ensure_future(feed(index, single)) for index, single in enumerate(jobs)]
     try:

@@ -48,10 +48,10 @@ class _Pair:
 
 
 def test_what_hangs_and_kills_real_engines_does_so_here(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Everything ten times as fast.
-    monkeypatch.setattr(contract, "HANG_SECONDS", 0.3)
-    monkeypatch.setattr(contract, "DEATH_SECONDS", 0.15)
-    options = {**AS_RECORDED, "handshake_timeout_seconds": 0.5, "death_seconds": 0.02}
+    # Everything twenty times as fast.
+    monkeypatch.setattr(contract, "HANG_SECONDS", 0.15)
+    monkeypatch.setattr(contract, "DEATH_SECONDS", 0.08)
+    options = {**AS_RECORDED, "handshake_timeout_seconds": 0.25, "death_seconds": 0.01}
     pair = _Pair(start(**options), start(**options))
     assert not _lines("hazards", contract.hazards(pair))
 
@@ -59,6 +59,6 @@ def test_what_hangs_and_kills_real_engines_does_so_here(start: Start, monkeypatc
 def test_what_frees_blocks_of_real_prefill_engines_does_so_here(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contract, "RELEASE_SECONDS", 0.15)
+    monkeypatch.setattr(contract, "RELEASE_SECONDS", 0.1)
     pair = _Pair(start(**AS_RECORDED), start(**AS_RECORDED, seconds_per_token=0.002))
     assert not _lines("releases", contract.releases(pair))
