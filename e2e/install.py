@@ -140,10 +140,10 @@ def engine_python() -> Path:
 def _build(target: Path) -> None:
     """Builds it where it will stay (scripts in it hold its path); the caller marks it complete."""
     started = time.monotonic()
+    base = find_python()
     if target.exists():
         say(f"removing a half-built environment: {target}")
         shutil.rmtree(target)
-    base = find_python()
     say(f"installing vLLM for CPU with NIXL into {target} (once; about 2.2 GB, some minutes)")
     with step(f"virtual environment from {base}"):
         _run([str(base), "-m", "venv", str(target)], target)
@@ -200,3 +200,5 @@ if __name__ == "__main__":
         print(engine_python())
     except InstallError as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)

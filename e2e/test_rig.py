@@ -44,7 +44,7 @@ def hand_off(rig: Rig, prompt: str | list[int], tokens: int = 16) -> str:
     return text
 
 
-def eventually(condition: Callable[[], bool], timeout_seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -72,7 +72,7 @@ def test_a_frozen_engine_goes_on_where_it_was(rig: Rig) -> None:
     assert not prefill.healthy()
     assert prefill.alive()
     prefill.cont()
-    assert prefill.healthy()
+    assert eventually(prefill.healthy)
 
 
 def test_a_killed_engine_comes_back_on_the_same_ports(rig: Rig) -> None:
@@ -113,7 +113,7 @@ def test_an_expired_lease_frees_the_blocks() -> None:
         prefill = rig.prefill[0]
         complete(prefill, rig, SENTENCE * 20, 1, kv_transfer_params={"do_remote_decode": True})
         assert prefill.kv_usage() > 0
-        assert eventually(lambda: prefill.kv_usage() == 0.0, 8)
+        assert eventually(lambda: prefill.kv_usage() == 0.0)
 
 
 def test_a_load_failure_is_an_error_where_the_policy_says_so() -> None:
