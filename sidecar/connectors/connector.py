@@ -40,10 +40,15 @@ class Handoff(msgspec.Struct, frozen=True):
     port: int = 0
     tp_size: int = 1
     pp_size: int = 1
-    empty: bool = False
-    """The prompt fits into no whole block: there is nothing to pull, and asking for it kills the engine."""
+    blocks: int = 0
+    """Blocks of the prompt; 0: it fills none, there is nothing to pull, and asking for it kills the engine."""
+    highest_block: int = -1
     cached_tokens: int | None = None
     """Prompt tokens that the prefill engine took from its cache, if the decode engine will not say so itself."""
+
+    @property
+    def empty(self) -> bool:
+        return not self.blocks
 
     def via(self, host: str, port: int) -> "Handoff":
         """The same handoff with another address for the handshake. Only those two values change."""
@@ -99,7 +104,7 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """A KV connector: data and three functions."""
+    """A KV connector: data and a few functions."""
 
     name: str
     splits: bool
@@ -108,5 +113,8 @@ class Connector:
     """JSON for `kv_transfer_params` of the prefill leg."""
     read: Callable[[PrefillAnswer, Source], "Handoff | Rejection"]
     """The handoff of a prefill answer, checked against where it came from. No I/O; at most microseconds."""
+    fits: Callable[[Handoff, EngineFacts, int], Rejection | None]
+    """Whether the handoff's blocks can hold its prompt, by what is known of the prefill engine, else by the local
+    engine's block size. Asked again once the side channel has told more."""
     decode_params: Callable[[Handoff], bytes]
     """JSON for `kv_transfer_params` of the decode leg."""

@@ -10,10 +10,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sidecar.connectors.connector import Connector, Handoff, PrefillAnswer, Rejection, Source
+from sidecar.connectors.connector import Connector, EngineFacts, Handoff, PrefillAnswer, Rejection, Source
 from sidecar.prefill.address import BadAddress, canonical_host
 
-_Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[^,\s\x00-\x1f]+$")]
+_Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[^,\s\x00-\x1f]+\Z")]
 """The engines join request ids with commas in their heartbeats (pull_worker.py), so an id must hold none."""
 _Size = Annotated[int, Meta(ge=1, le=4096)]
 _Block = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -62,11 +62,10 @@ def _read(answer: PrefillAnswer, source: Source) -> Handoff | Rejection:
     if prompt_tokens <= 0:
         return Rejection("invalid", "the prefill answer does not say how many prompt tokens it had")
     cached = answer.usage.cached if answer.usage and params.remote_prefill_cached_tokens is None else None
-    empty = not any(params.remote_block_ids)
-    rejection = _blocks_fit(params, prompt_tokens, source)
-    if rejection is not None and not (empty and rejection.fault == "unverifiable"):
-        return rejection
-    return Handoff(
+    for group in params.remote_block_ids:
+        if len(set(group)) != len(group):
+            return Rejection("invalid", "a block id is named twice")
+    handoff = Handoff(
         params=bytes(raw),
         prompt_tokens=prompt_tokens,
         engine_id=params.remote_engine_id,
@@ -74,32 +73,32 @@ def _read(answer: PrefillAnswer, source: Source) -> Handoff | Rejection:
         port=params.remote_port,
         tp_size=params.tp_size,
         pp_size=params.pp_size,
-        empty=empty,
+        # Only groups with full attention hold a block for every part of the prompt; sliding windows hold fewer.
+        blocks=max(map(len, params.remote_block_ids), default=0),
+        highest_block=max((max(group) for group in params.remote_block_ids if group), default=-1),
         cached_tokens=cached,
     )
+    rejection = _fits(handoff, source.facts, source.fallback_block_size)
+    if rejection is not None and not (handoff.empty and rejection.fault == "unverifiable"):
+        return rejection
+    return handoff
 
 
-def _blocks_fit(params: _Params, prompt_tokens: int, source: Source) -> Rejection | None:
+def _fits(handoff: Handoff, facts: EngineFacts, fallback_block_size: int) -> Rejection | None:
     """Too few blocks kill the engine (base_worker.py), too many make it read the wrong ones."""
-    block_size = source.facts.block_size or source.fallback_block_size
+    block_size = facts.block_size or fallback_block_size
     if not block_size:
         return Rejection("unverifiable", "block size unknown")
-    if not any(params.remote_block_ids) and prompt_tokens < block_size:
+    prompt_tokens, blocks = handoff.prompt_tokens, handoff.blocks
+    if handoff.empty and prompt_tokens < block_size:
         return None  # nothing to pull for a prompt that fills no block
-    needed = -(-prompt_tokens // block_size)
-    # Only groups with full attention hold a block for every part of the prompt; sliding windows hold fewer.
-    longest = max(map(len, params.remote_block_ids), default=0)
     # Exactly as many: of a longer list the engine reads the tail, which is another place of the prompt.
-    if longest != needed:
+    if blocks != -(-prompt_tokens // block_size):
         return Rejection(
-            "invalid", f"{longest} blocks of {block_size} tokens do not fit {prompt_tokens} prompt tokens"
+            "invalid", f"{blocks} blocks of {block_size} tokens do not fit {prompt_tokens} prompt tokens"
         )
-    limit = source.facts.num_blocks
-    for group in params.remote_block_ids:
-        if limit and group and max(group) >= limit:
-            return Rejection("invalid", f"a block id is beyond the engine's {limit} blocks")
-        if len(set(group)) != len(group):
-            return Rejection("invalid", "a block id is named twice")
+    if facts.num_blocks and handoff.highest_block >= facts.num_blocks:
+        return Rejection("invalid", f"a block id is beyond the engine's {facts.num_blocks} blocks")
     return None
 
 
@@ -129,5 +128,6 @@ NIXLV2 = Connector(
         b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
     ),
     read=_read,
+    fits=_fits,
     decode_params=lambda handoff: handoff.params,
 )

@@ -8,5 +8,10 @@ def _read(_answer: PrefillAnswer, _source: Source) -> Handoff | Rejection:
 
 
 NONE = Connector(
-    name="none", splits=False, prefill_params=b"{}", read=_read, decode_params=lambda handoff: handoff.params
+    name="none",
+    splits=False,
+    prefill_params=b"{}",
+    read=_read,
+    fits=lambda *_: None,
+    decode_params=lambda handoff: handoff.params,
 )

@@ -91,5 +91,5 @@ def decide(
         estimated_tokens=tokens,
         is_exact=is_token_ids(api, members),
         candidates=tuple(candidates),
-        ordered=bool(header),
+        ordered=candidates is not endpoints.configured,
     )

@@ -224,12 +224,15 @@ class ClientConnection(asyncio.Protocol):
             return
         if not request.has_body:
             return
-        is_next = self._runner is None and not self._queue
-        if is_next:
-            self.deadline = request.started_at + service.settings.client_body_timeout
-        if request.expects_continue and not request.http_1_0 and is_next:
+        if self._runner is None and not self._queue:
+            self._body_may_come(request)
+
+    def _body_may_come(self, request: Request) -> None:
+        """It is this request's turn, and its body is still to be read."""
+        self.body_progressed()
+        if request.expects_continue and not request.http_1_0 and not request.size:
             self.write((_CONTINUE,))
-        if request.is_streamed and is_next:
+        if request.is_streamed and not request.size:
             self._start(request)
 
     def on_body(self, piece: bytes) -> None:
@@ -366,6 +369,8 @@ class ClientConnection(asyncio.Protocol):
             self._end(unread=False)
         elif request.upgrade:
             transport.resume_reading()
+        elif self._request is not None:  # its head came while another request was being answered
+            self._body_may_come(self._request)
 
     def _refuse(self, row: Row, detail: str = "") -> None:
         """The request at hand cannot be read, so nothing behind it can be trusted."""

@@ -7,35 +7,56 @@ from collections.abc import Callable
 class TunnelEnd(asyncio.Protocol):
     """One end; writes what it receives to the other, with back-pressure and half-close."""
 
-    def __init__(self, own: asyncio.Transport, peer: asyncio.Transport, ended: Callable[[], None]) -> None:
+    def __init__(self, own: asyncio.Transport, ended: Callable[[], None]) -> None:
         self._own = own
-        self._peer = peer
         self._ended = ended
+        self.peer: TunnelEnd | None = None
+        self._half_closed = False
+        """Nothing more comes from this side."""
+
+    def write(self, data: bytes) -> None:
+        self._own.write(data)
 
     def data_received(self, data: bytes) -> None:
-        self._peer.write(data)
+        if self.peer is not None:
+            self.peer.write(data)
 
     def eof_received(self) -> bool:
-        if self._peer.can_write_eof() and not self._peer.is_closing():
-            self._peer.write_eof()
-            return True
-        return False
+        self._half_closed = True
+        peer = self.peer
+        if peer is None or peer._half_closed:
+            return False  # both sides have ended: closes this one, and `connection_lost` the other
+        peer.half_close()
+        return True
+
+    def half_close(self) -> None:
+        if self._own.can_write_eof() and not self._own.is_closing():
+            self._own.write_eof()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if exc is None:
-            self._peer.close()
-        else:
-            self._peer.abort()
+        peer, self.peer = self.peer, None
+        if peer is not None:
+            peer.close(at_once=exc is not None)
         self._ended()
 
+    def close(self, *, at_once: bool) -> None:
+        if at_once:
+            self._own.abort()
+        else:
+            self._own.close()
+
     def pause_writing(self) -> None:
-        self._peer.pause_reading()
+        if self.peer is not None:
+            self.peer._own.pause_reading()
 
     def resume_writing(self) -> None:
-        self._peer.resume_reading()
+        if self.peer is not None:
+            self.peer._own.resume_reading()
 
 
 def join(client: asyncio.Transport, engine: asyncio.Transport, ended: Callable[[], None]) -> None:
     """Makes one tunnel of two connections. `ended` is called once for each end."""
-    client.set_protocol(TunnelEnd(client, engine, ended))
-    engine.set_protocol(TunnelEnd(engine, client, ended))
+    near, far = TunnelEnd(client, ended), TunnelEnd(engine, ended)
+    near.peer, far.peer = far, near
+    client.set_protocol(near)
+    engine.set_protocol(far)

@@ -101,6 +101,7 @@ class Exchange:
 
     __slots__ = (
         "_attempts_left",
+        "_block_size",
         "_budget",
         "_checked",
         "_client_left",
@@ -165,6 +166,7 @@ class Exchange:
         self._lease_s = lease_s
         self._tried: list[Endpoint] = []
         self._prefilling = False
+        self._block_size = 0
         self._checked = False
         """The handoff at hand passed the side channel's check."""
         self._client_left = False
@@ -197,6 +199,7 @@ class Exchange:
         if status != 200:
             return self.fault(prefill_fault(status), f"status {status}")
         endpoint = self._end_prefill("ok")
+        self._block_size = block_size
         self.stage = Stage.HANDOFF
         try:
             answer = _decode_answer(body)
@@ -227,6 +230,12 @@ class Exchange:
         if isinstance(result, Rejection):
             self._strand()
             return CLOSE if self._client_left else self.fault(result.fault, result.detail)
+        endpoint = self.prefill_endpoint
+        assert endpoint is not None
+        misfit = self._connector.fits(result, endpoint.facts, self._block_size)
+        if misfit is not None:
+            self.handoff = None
+            return CLOSE if self._client_left else self._no_kv(misfit)
         self.handoff = result
         return self._release() if self._client_left else Decode(result)
 

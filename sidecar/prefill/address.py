@@ -62,11 +62,13 @@ class Address:
 
 def parse(text: str) -> Address:
     """`HOST:PORT`, with an IPv6 host in brackets; a leading `http://` is tolerated. Raises `BadAddress`."""
+    if len(text) > 300:
+        raise BadAddress(f"{text[:60]!r}... is too long for HOST:PORT")
     bare = text.strip().removeprefix("http://").removesuffix("/")
     host, colon, port = bare.rpartition(":")
     if not colon or not host or (":" in host and not host.startswith("[")):
         raise BadAddress(f"{text!r} is not HOST:PORT (IPv6 hosts go in brackets)")
-    if not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
+    if not (port.isascii() and port.isdigit() and len(port) <= 5) or not 1 <= int(port) <= 65535:
         raise BadAddress(f"{text!r} has no port between 1 and 65535")
     return Address(canonical_host(host), int(port))
 

@@ -104,7 +104,7 @@ class Endpoints:
             if endpoint is not None:
                 found.append(endpoint)
         if not found:
-            raise NotAllowed(", ".join(map(str, addresses)))
+            raise NotAllowed(", ".join(map(str, addresses[:3])) + (", ..." if len(addresses) > 3 else ""))
         return found
 
     @staticmethod

@@ -6,12 +6,15 @@ get their first byte quickly.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from sidecar.background import Background
 from sidecar.connectors.connector import Handoff
 from sidecar.prefill.endpoints import Endpoint
+
+_log = logging.getLogger("sidecar")
 
 FIRST_PROBE_AFTER_S = 0.5
 PROBE_EVERY_S = 1.0
@@ -82,12 +85,19 @@ class Watch:
                     last_seen = now
                 else:
                     for waiter in list(waiters):
-                        if now - max(last_seen, waiter.since) >= self._timeout_s:
+                        if waiter in waiters and now - max(last_seen, waiter.since) >= self._timeout_s:
                             del waiters[waiter]
-                            waiter.silent(f"{endpoint.label}: {problem}")
+                            self._tell(waiter, f"{endpoint.label}: {problem}")
                 await asyncio.sleep(every_s)
         finally:
             self._end(endpoint)
+
+    @staticmethod
+    def _tell(waiter: _Waiter, problem: str) -> None:
+        try:
+            waiter.silent(problem)
+        except Exception:  # one request's trouble must not leave the others to wait for ever
+            _log.exception("telling a request that its prefill peer is silent")
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
