@@ -92,6 +92,8 @@ class BlockPool:
     clock: Callable[[], float] = time.monotonic
     on_free: Callable[[], None] = lambda: None
     on_expired: Callable[[int], None] = lambda _count: None
+    on_evicted: Callable[[bytes], None] = lambda _key: None
+    on_cleared: Callable[[], None] = lambda: None
     lock: threading.RLock = field(default_factory=threading.RLock)
     # While the engine is frozen (SIGSTOP) no lease ends.
     frozen: bool = False
@@ -184,13 +186,19 @@ class BlockPool:
         with self.lock:
             return [self._contents.get(block) or Kv(b"", b"") for block in block_ids]
 
-    def cache(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Let later prompts find these full blocks under these keys, whatever their contents are."""
+    def cache(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+        """Let later prompts find these full blocks under these keys, whatever their contents are.
+
+        The positions of those that were not there before.
+        """
+        new = []
         with self.lock:
-            for block, key in zip(block_ids, keys, strict=False):
+            for place, (block, key) in enumerate(zip(block_ids, keys, strict=False)):
                 if key not in self._block_of_key and block not in self._key_of_block:
                     self._block_of_key[key] = block
                     self._key_of_block[block] = key
+                    new.append(place)
+        return new
 
     def free(self, block_ids: Sequence[int]) -> None:
         with self.lock:
@@ -207,6 +215,7 @@ class BlockPool:
         with self.lock:
             self._block_of_key.clear()
             self._key_of_block.clear()
+        self.on_cleared()
 
     # -- blocks on loan
 
@@ -252,5 +261,6 @@ class BlockPool:
             key = self._key_of_block.pop(block, None)
             if key is not None:
                 self._block_of_key.pop(key, None)
+                self.on_evicted(key)
         self._references[block] = 1
         return block

@@ -16,13 +16,16 @@ from array import array
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from tests.engine import nixl
 from tests.engine.blocks import Allocation, BlockPool, Kv, chain, root, seed_of
 from tests.engine.tokens import EOS_TOKEN, encode, natural_length, words
+
+if TYPE_CHECKING:
+    from tests.engine.events import KvEvents
 
 _HANDOFF_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 BYTES_OF_KV_PER_TOKEN = 256  # of an invented, tiny model
@@ -101,6 +104,7 @@ class Core:
         engine_id: str,
         side_channel_host: str = "127.0.0.1",
         compat_salt: str = "",
+        events: KvEvents | None = None,
     ) -> None:
         self.limits = limits
         self.engine_id = engine_id
@@ -112,7 +116,11 @@ class Core:
             limits.prefix_caching,
             on_free=self._blocks_freed,
             on_expired=self._count_expired,
+            on_cleared=self._cache_cleared,
         )
+        self.events = events
+        if events is not None:
+            self.pool.on_evicted = events.removed
         self.side_channel: nixl.SideChannel | None = None
         self._side_channel_host = side_channel_host
         self.handshakes = nixl.Handshakes(self.compat_hash, limits.handshake_timeout_seconds)
@@ -143,6 +151,8 @@ class Core:
     def start(self, side_channel_port: int) -> None:
         """OSError if the side channel can't have its port."""
         self._loop = asyncio.get_running_loop()
+        if self.events is not None and not self.events.started:
+            self.events.start()
         if self.limits.kv_connector:
             self.side_channel = nixl.SideChannel(
                 self._side_channel_host, side_channel_port, {(0, 0): self._handshake_payload()}
@@ -168,6 +178,8 @@ class Core:
             task.cancel()
         self.close_side_channel()
         self.handshakes.stop()
+        if self.events is not None:
+            self.events.stop()
 
     def die(self, cause: str) -> None:
         """The core is gone for good: all its requests fail, the server above closes soon after."""
@@ -310,6 +322,23 @@ class Core:
             elif engine_id in self._handshaking:
                 waiting.append((engine_id, request_id))
         self._parked_notifications = waiting
+
+    # -- the prefix cache
+
+    def cache(self, block_ids: list[int], keys: list[bytes], tokens: array[int], job: Job) -> None:
+        """Full blocks become findable, and the world is told of those that are new."""
+        new = self.pool.cache(block_ids, keys)
+        if self.events is None:
+            return
+        if new:
+            # New ones are the last ones: a cached prefix has no holes.
+            self.events.stored(keys, new[0], new[-1] + 1, tokens, self.pool.block_size, job.lora, job.cache_salt)
+        self.events.flush()
+
+    def _cache_cleared(self) -> None:
+        if self.events is not None:
+            self.events.cleared()
+            self.events.flush()
 
     # -- meeting prefill engines
 
@@ -485,7 +514,7 @@ class Run:
             if core.limits.prefill_seconds_per_1k_tokens and computed:
                 await self._sleep(core.limits.prefill_seconds_per_1k_tokens * computed / 1000)
         self._seed = seed_of(self._contents)
-        core.pool.cache(self._block_ids, self._keys)
+        core.cache(self._block_ids, self._keys, job.prompt, job)
         self.created_tokens = max(0, len(self._keys) * block_size - local_hit - external)
         self._count_prompt(local_hit, external, computed)
 
@@ -717,7 +746,8 @@ class Run:
         pool.write(ids, contents[: len(ids)])
         if self._keys or len(self.job.prompt) < size:
             whole = self._wanted[:first] + contents
-            pool.cache(self._block_ids, pool.keys(computed, whole, self.job.lora, self.job.cache_salt))
+            keys = pool.keys(computed, whole, self.job.lora, self.job.cache_salt)
+            self.core.cache(self._block_ids, keys, computed, self.job)
 
     # -- ends
 

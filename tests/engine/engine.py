@@ -19,6 +19,7 @@ from typing import Any
 from tests.engine import routes
 from tests.engine.apis.schema import ApiError
 from tests.engine.core import Core, Limits
+from tests.engine.events import KvEvents
 from tests.engine.faults import Faults
 from tests.engine.wire import Answer, Connection, Received, Server
 
@@ -54,6 +55,9 @@ class Engine:
         enable_scale_out: bool = True,
         keep_alive_seconds: float = 5.0,
         compat_salt: str = "",
+        kv_events_endpoint: str | None = None,
+        kv_events_replay_endpoint: str | None = None,
+        kv_events_topic: str = "",
         seed: int = 0,
         **limits: Any,
     ) -> None:
@@ -70,6 +74,9 @@ class Engine:
         self.tool_parser = tool_parser
         self.enable_scale_out = enable_scale_out
         self.compat_salt = compat_salt
+        self.kv_events_endpoint = kv_events_endpoint
+        self.kv_events_replay_endpoint = kv_events_replay_endpoint
+        self.kv_events_topic = kv_events_topic
         self.limits = replace(Limits(), **limits)
         self.version = VERSION
         self.fingerprint = f"vllm-{VERSION}-51b0d9e4"
@@ -87,6 +94,13 @@ class Engine:
         """Listens when this returns; `port` and `side_channel_port` are the real ones then."""
         await self._start_cores()
         await self.accept()
+
+    def _kv_events(self, rank: int) -> KvEvents | None:
+        if self.kv_events_endpoint is None:
+            return None
+        return KvEvents(
+            self.kv_events_endpoint, self.kv_events_replay_endpoint, rank=rank, topic=self.kv_events_topic
+        )
 
     def _start_side_channels(self) -> None:
         """On consecutive ports, one for each rank; whatever is free if no port was asked for."""
@@ -114,6 +128,7 @@ class Engine:
                 engine_id=f"{base_id}_dp{rank}" if self.data_parallel_size > 1 else base_id,
                 side_channel_host=self.side_channel_host,
                 compat_salt=self.compat_salt,
+                events=self._kv_events(rank),
             )
             self.cores.append(core)
         self._start_side_channels()

@@ -74,8 +74,9 @@ async def load(_engine: Engine, _received: Received) -> Answer:
     return json_answer({"server_load": 0})
 
 
-async def kv_event_sources(_engine: Engine, _received: Received) -> Answer:
-    return json_answer({})
+async def kv_event_sources(engine: Engine, _received: Received) -> Answer:
+    sources = {str(rank): core.events.config for rank, core in enumerate(engine.cores) if core.events is not None}
+    return json_answer(sources)
 
 
 async def show_metrics(engine: Engine, _received: Received) -> Answer:

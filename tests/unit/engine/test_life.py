@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engine import Engine, ThreadedEngine
+from tests.engine import Engine, Fault, ThreadedEngine
 from tests.engine.contract import send
 from tests.unit.engine.client import PROMPT, Wire, complete, completion_bytes, prefilled, text_of
 
@@ -223,3 +225,52 @@ def test_an_engine_is_a_process_too() -> None:
         assert all(send(engine["url"], "/health", method="GET").status == 200 for engine in engines)
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
+
+
+def test_nothing_is_left_after_requests_of_every_kind_and_end(start: Start) -> None:
+    prefill = start(kv_lease_seconds=0.2)
+    decode = start(seconds_per_token=0.0005, max_num_seqs=16)
+    for engine in (prefill, decode):
+        engine.fault(Fault(cut_after_events=2), probability=0.1)
+        engine.fault(Fault(reset="after_head"), probability=0.05)
+        engine.fault(Fault(cut_after_bytes=20), probability=0.05)
+
+    async def one(dice: random.Random) -> None:
+        prompt = PROMPT + str(dice.random()) * dice.randint(1, 5)
+        params: Any = None
+        if dice.random() < 0.6:
+            got = await asked(prefill, prompt, dice, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+            _, _, body = got.partition(b"\r\n\r\n")
+            if got.startswith(b"HTTP/1.1 200") and body.endswith(b"}"):
+                params = json.loads(body)["kv_transfer_params"]
+        await asked(decode, prompt, dice, stream=dice.random() < 0.5, max_tokens=20, kv_transfer_params=params)
+
+    async def asked(engine: ThreadedEngine, prompt: str, dice: random.Random, **more: Any) -> bytes:
+        reader, writer = await asyncio.open_connection(engine.host, engine.port)
+        try:
+            writer.write(completion_bytes(prompt, close=True, **more))
+            async with asyncio.timeout(dice.choice([0.005, 0.03, 10])):
+                return await reader.read()
+        except (TimeoutError, ConnectionError):
+            return b""
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def all_of_them() -> None:
+        gate = asyncio.Semaphore(40)
+
+        async def in_turn(number: int) -> None:
+            async with gate:
+                await one(random.Random(number))
+
+        await asyncio.gather(*(in_turn(number) for number in range(400)))
+
+    asyncio.run(all_of_them())
+    for engine in (prefill, decode):
+        assert engine.alive, engine.cause_of_death
+        engine.wait_for(lambda e: (e.running, e.waiting, e.used_blocks, e.connections_open) == (0, 0, 0, 0))
+        assert not [request for request in engine.requests if request.error is not None]
+    assert decode.aborted > 0
+    assert decode.counter("prompt_tokens_external_kv_transfer") > 0
