@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import logging
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -16,7 +17,8 @@ from typing import Final, NamedTuple
 from transport import handshake
 from transport.compatibility import Facts, Incompatible, check
 from transport.handshake import FIRST, ONE, Description, HandshakeError, Rank, Ranks
-from transport.req import Kind, Req, Unanswered
+from transport.link import Kind, Unanswered
+from transport.req import Req
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class Fetched:
     description: Description
     digest: bytes
     clock_seconds: float
-    """The engine's `perf_counter` in the middle of the exchange, which was at `at_seconds` of the loop's clock."""
+    """The engine's `perf_counter` in the middle of the exchange, which was at `at_seconds` of ours."""
     at_seconds: float
 
     def frames(self, now_seconds: float) -> tuple[bytes, bytes]:
@@ -134,10 +136,9 @@ async def ask(req: Req, rank: Rank, timeout_seconds: float) -> tuple[tuple[bytes
     Raises Unanswered or HandshakeError. Asking for a rank that the engine does not have ends its listener for good
     (nixl/base_scheduler.py): the caller knows that it has it.
     """
-    loop = asyncio.get_running_loop()
-    sent = loop.time()
+    sent = time.perf_counter()
     reply = await req.ask(handshake.encode_request(rank), timeout_seconds=timeout_seconds)
-    at = (sent + loop.time()) / 2
+    at = (sent + time.perf_counter()) / 2
     payload, clock = handshake.split_reply(reply)
     digest = hashlib.blake2b(payload, digest_size=16).digest()
     return (payload, clock), Fetched(

@@ -9,14 +9,15 @@ import asyncio
 import ipaddress
 import logging
 import socket
+import time
 import zlib
 from collections.abc import Callable
-from typing import Final, Literal, Protocol, cast
+from typing import Final, Literal, Protocol
 
 from transport import handshake, zmtp
 from transport.handshake import HandshakeError, Rank
+from transport.link import Link, Unanswered
 from transport.prober import LIVE_TIMEOUT_SECONDS, Changed
-from transport.req import Unanswered
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ CONNECTIONS_MAX: Final = 64  # of one address: every worker of every local rank 
 GREETING_TIMEOUT_SECONDS: Final = 5.0
 IDLE_TIMEOUT_SECONDS: Final = 30.0  # the engine closes after its last rank; it waits 5 s for each at most
 _BIND_ATTEMPTS_MAX: Final = 256
-_ASKERS: Final = frozenset({zmtp.REQ})
 
 
 class Source(Protocol):
@@ -127,85 +127,59 @@ class Relay:
                 return handshake.UNDECODABLE, "silent"
             # The machine is there and says that nothing listens. If only the listener has died, the pull works; if
             # the whole engine has, the pull fails at once by itself.
-            earlier = self.source.remembered(rank, asyncio.get_running_loop().time())
+            earlier = self.source.remembered(rank, time.perf_counter())
             return (earlier, "remembered") if earlier is not None else (handshake.UNDECODABLE, "refused")
 
 
-class Asker(asyncio.Protocol):
+class Asker(Link):
     """One connection of the decode engine: a REQ socket, so one question at a time."""
 
+    socket_type = zmtp.ROUTER
+    peers = frozenset({zmtp.REQ})
+
     def __init__(self, relay: Relay, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(frame_bytes_max=handshake.REQUEST_BYTES_MAX, parts_max=2)
         self._relay = relay
         self._loop = loop
-        self._wire = zmtp.Wire(_ASKERS, frame_bytes_max=handshake.REQUEST_BYTES_MAX, parts_max=2)
-        self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
 
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-        if self.task is not None:
-            self.task.cancel()
-
-    # What the loop calls
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
         if len(self._relay.connections) >= CONNECTIONS_MAX:
-            self._transport.abort()
+            self.abort()
             self._relay.on_outcome("overload", 0.0)
-            return
-        self._relay.connections.add(self)
-        self._timer = self._loop.call_later(GREETING_TIMEOUT_SECONDS, self._transport.abort)
-        self._transport.write(zmtp.GREETING + zmtp.encode_ready(zmtp.ROUTER))
+        else:
+            self._relay.connections.add(self)
+            self._timer = self._loop.call_later(GREETING_TIMEOUT_SECONDS, self.abort)
+        super().connection_made(transport)
 
-    def data_received(self, data: bytes) -> None:
-        transport, wire = self._transport, self._wire
-        if transport is None or transport.is_closing():
+    def ready(self) -> None:
+        self._rest()
+
+    def received(self, message: tuple[bytes, ...]) -> None:
+        assert self.transport is not None
+        if self.task is not None or len(message) != 2 or message[0] or self.transport.get_write_buffer_size():
+            self.fail("garbage", "not one question after the other")
             return
-        greeting = wire.peer is None
         try:
-            messages = wire.feed(data)
-        except zmtp.ProtocolError:
-            self._offend()
-            return
-        if wire.answer:
-            transport.write(wire.answer)
-            wire.answer = b""
-        if greeting and wire.peer is not None:
-            self._rest()
-        for message in messages:
-            if self.task is not None or len(message) != 2 or message[0] or transport.get_write_buffer_size():
-                self._offend()
-                return
-            self._asked(message[1])
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._relay.connections.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
-        if self.task is not None:
-            self.task.cancel()
-
-    def _rest(self) -> None:
-        """Begin to wait for a question, though not for ever."""
-        if self._timer is not None:
-            self._timer.cancel()
-        assert self._transport is not None
-        self._timer = self._loop.call_later(IDLE_TIMEOUT_SECONDS, self._transport.abort)
-
-    def _asked(self, request: bytes) -> None:
-        try:
-            rank = handshake.decode_request(request)
+            rank = handshake.decode_request(message[1])
         except HandshakeError:
             self._relay.on_outcome("garbage", 0.0)
             self._reply(handshake.UNDECODABLE)
             return
         self.task = self._loop.create_task(self._find(rank))
 
+    def ended(self, end: Unanswered) -> None:
+        if end.kind == "garbage":
+            self._relay.on_outcome("garbage", 0.0)
+        self._relay.connections.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.task is not None:
+            self.task.cancel()
+
     async def _find(self, rank: Rank) -> None:
-        began = self._loop.time()
+        began = time.perf_counter()
         frames = handshake.UNDECODABLE
         outcome: Outcome = "malformed"
         try:
@@ -215,14 +189,15 @@ class Asker(asyncio.Protocol):
         finally:
             self.task = None
         self._reply(frames)
-        self._relay.on_outcome(outcome, self._loop.time() - began)
+        self._relay.on_outcome(outcome, time.perf_counter() - began)
 
     def _reply(self, frames: tuple[bytes, bytes]) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(zmtp.encode_message(b"", *frames))
+        if self.end is None:
+            self.send(b"", *frames)
             self._rest()
 
-    def _offend(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-        self._relay.on_outcome("garbage", 0.0)
+    def _rest(self) -> None:
+        """Begin to wait for a question, though not for ever."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(IDLE_TIMEOUT_SECONDS, self.abort)

@@ -18,8 +18,9 @@ from tests.integration.transport.peers import (
 )
 from transport import handshake, zmtp
 from transport.handshake import FIRST, Rank
+from transport.link import Unanswered
 from transport.prober import Endpoint
-from transport.req import Req, Unanswered
+from transport.req import Req
 
 READY = zmtp.GREETING + zmtp.encode_ready(zmtp.ROUTER)
 QUESTION = handshake.encode_request(FIRST)
