@@ -537,3 +537,29 @@ def test_decisions_reason_stays_while_nothing_fails(world: World) -> None:
     play = world.play(Decision(Kind.REMOTE, "on", "", 40, (world.a,), ordered=False))
     assert play >> start << Prefill(world.a) >> prefilled() << Check
     assert play.exchange.reason == "on"
+
+
+@pytest.mark.parametrize(
+    ("sent_tokens", "seen_tokens", "exact", "passes"),
+    [
+        (40, 40, True, True),
+        (41, 40, True, False),
+        (39, 40, True, False),
+        (10, 40, False, True),
+        (40, 5, True, False),
+    ],
+)
+def test_prompt_of_another_length_is_another_prompt(
+    world: World, sent_tokens: int, seen_tokens: int, exact: bool, passes: bool
+) -> None:
+    """Where the length is known, KV of another prompt is found out: wrong text with 200, or a dead engine."""
+    decision = Decision(
+        Kind.REMOTE, "long", estimated_tokens=sent_tokens, candidates=(world.a,), ordered=True, is_exact=exact
+    )
+    blocks = [[11, 12, 13]] if seen_tokens > 16 else [[]]
+    body = answer(params(remote_block_ids=blocks), prompt_tokens=seen_tokens)
+    play = world.play(decision) >> start << Prefill(world.a) >> prefilled(body=body)
+    assert play << (Check if passes else LOCAL)
+    if not passes:
+        assert play.exchange.reason == "handoff_invalid"
+        assert world.a.breaker._failures == 1

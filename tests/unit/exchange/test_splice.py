@@ -22,6 +22,7 @@ from sidecar.exchange.splice import (
     is_object,
     prefill_body,
     remove,
+    replaced,
     with_members,
     without_forbidden,
 )
@@ -473,3 +474,69 @@ def test_with_members_changes_only_what_is_named(body: bytes, key: str) -> None:
         k: bytes(v) for k, v in before.items() if k != key
     }
     assert [k for k in after if k in before] == list(before)
+
+
+# -- large bodies come as buffers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_every_kind_of_buffer(kind: Any) -> None:
+    body = b' {"prompt":"a", "kv_transfer_params":1 ,"n":1}'
+    top = fields(kind(body))
+    assert {key: bytes(raw) for key, raw in top.items()} == {
+        "prompt": b'"a"',
+        "kv_transfer_params": b"1",
+        "n": b"1",
+    }
+    assert without_forbidden(kind(body), top) == b' {"prompt":"a", "n":1}'
+    clean = kind(b' {"prompt":"a"}')
+    head, rest = decode_body(clean, PARAMS)
+    assert head + bytes(rest) == b' {"kv_transfer_params":' + PARAMS + b',"prompt":"a"}'
+    assert rest.obj is (clean if kind is not memoryview else clean.obj)
+    assert fields_if_object(kind(b"no json")) == {}
+    with pytest.raises(NotAnObject):
+        fields_if_object(kind('{"kv_transfer_params":1}'.encode("utf-16")))
+    assert json.loads(prefill_body(APIS[b"/v1/completions"], fields(clean), b"{}"))["prompt"] == "a"
+
+
+# -- two values of a handoff ---------------------------------------------------------------------------------------
+
+NEW = {"remote_host": b'"127.77.0.1"', "remote_port": b"5601"}
+
+
+def handoff_text(story: bytes) -> bytes:
+    """An object that holds both keys, as every checked handoff does, in any spelling, perhaps elsewhere as well."""
+    writer = Writer(story)
+    keys = ("remote_host", "remote_port", "remote_hosts", "x", '"remote_port"')
+    values = (
+        "5600",
+        '"10.0.0.5"',
+        '"a\\"b"',
+        '"remote_port"',
+        '{"remote_port":5}',
+        '[{"remote_host":"a"}]',
+        "null",
+    )
+
+    def member() -> Member:
+        value = writer.pick(values) if writer.choose(4) else writer.value(1)
+        key = writer.pick(keys)
+        return Member(f'"{key}"' if writer.choose(3) and '"' not in key else writer.string(key), value)
+
+    members = [member() for _ in range(writer.choose(7))]
+    members += [writer.member("remote_port", "5600"), writer.member("remote_host", '"10.0.0.5"')]
+    members += [member() for _ in range(writer.choose(2))]
+    return writer.object(members).encode()
+
+
+@settings(bounded, max_examples=300)
+@given(STORIES.map(handoff_text))
+@example(b'{"remote_host":"a","remote_port":1}')
+@example(b'{"x":{"remote_port":1},"remote_port":2,"remote_host":"b"}')
+def test_replaced_values(body: bytes) -> None:
+    before, out = fields(body), replaced(body, NEW)
+    after = fields(out)
+    assert {key: bytes(after[key]) for key in NEW} == NEW
+    assert {key: bytes(raw) for key, raw in after.items() if key not in NEW} == {
+        key: bytes(raw) for key, raw in before.items() if key not in NEW
+    }
