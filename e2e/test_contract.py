@@ -19,14 +19,18 @@ Policy = Literal["recompute", "fail"]
 class _Pair:
     """The engines of a rig, as the script wants them."""
 
+    prefill_url = ""
+    side_channel_port = 0
+
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self._look()
 
     def _look(self) -> None:
-        self.prefill_url = self._rig.prefill[0].url
         self.decode_url = self._rig.decode[0].url
-        self.side_channel_port = self._rig.prefill[0].side_channel_port
+        if self._rig.prefill:
+            self.prefill_url = self._rig.prefill[0].url
+            self.side_channel_port = self._rig.prefill[0].side_channel_port
 
     def revive(self) -> None:
         self._rig.decode[0].restart()
@@ -46,6 +50,11 @@ def _contract(policy: Policy) -> dict[str, Any]:
 def _hazards() -> dict[str, Any]:
     with Rig("tiny", prefill=1, decode=1) as rig:
         return contract.hazards(_Pair(rig))
+
+
+def _deaths() -> dict[str, Any]:
+    with Rig("tiny", prefill=0, decode=1) as rig:
+        return contract.deaths(_Pair(rig))
 
 
 def _releases() -> dict[str, Any]:
@@ -68,6 +77,10 @@ def test_real_engines_hang_and_die_as_recorded() -> None:
     _assert_as_recorded("hazards", _hazards())
 
 
+def test_requests_that_a_real_engine_takes_along_end_as_recorded() -> None:
+    _assert_as_recorded("deaths", _deaths())
+
+
 def test_real_prefill_engines_free_blocks_as_recorded() -> None:
     _assert_as_recorded("releases", _releases())
 
@@ -78,6 +91,7 @@ if __name__ == "__main__":
             "recompute": _contract("recompute"),
             "fail": _contract("fail"),
             "hazards": _hazards(),
+            "deaths": _deaths(),
             "releases": _releases(),
         }
     )

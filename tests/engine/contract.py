@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -33,6 +34,7 @@ TELLING = {
 HEADERS = ("content-type", "transfer-encoding", "allow", "connection", "server", "vary", "www-authenticate")
 TIMEOUT_SECONDS = 60.0
 DEATH_SECONDS = 1.5
+DEATH_AFTER_SECONDS = 1.5  # ten long answers are on their way then
 # Blocks that are released are free within a third of a second.
 RELEASE_SECONDS = 1.5
 # An answer that takes longer than this is none. A cold handshake with a dead side channel takes 5 s.
@@ -589,36 +591,45 @@ def handoffs(prefill_url: str, decode_url: str) -> dict[str, Any]:
     return found
 
 
+SPLIT = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate")
+
+
+def _body(path: str, model: str, number: int, cap: int) -> dict[str, Any]:
+    """A request with the `number`th long prompt and `cap` tokens of answer."""
+    text = long_prompt(number)
+    messages = [{"role": "user", "content": text}]
+    if path == "/v1/completions":
+        return _completion(model=model, prompt=text, max_tokens=cap)
+    if path == "/v1/chat/completions":
+        return _chat(model=model, messages=messages, max_tokens=cap)
+    if path == "/v1/messages":
+        return _messages(model, messages=messages, max_tokens=cap)
+    if path == "/v1/responses":
+        return _responses(model=model, input=text, max_output_tokens=cap)
+    return _generate(model=model, token_ids=[5 + number, *range(100, 400)], sampling={"max_tokens": cap})
+
+
+def _first_model(url: str) -> str:
+    name: str = send(url, "/v1/models", method="GET").json["data"][0]["id"]
+    return name
+
+
 def every_api(prefill_url: str, decode_url: str, model: str) -> dict[str, Any]:
     """A good handoff, and one whose blocks can't be read, through each API, streamed and whole."""
     found: dict[str, Any] = {}
-
-    def body_of(path: str, number: int, *, prefill: bool) -> dict[str, Any]:
-        text = long_prompt(number)
-        few = 1 if prefill else 4
-        if path == "/v1/completions":
-            return _completion(prompt=text, max_tokens=few)
-        if path == "/v1/chat/completions":
-            return _chat(messages=[{"role": "user", "content": text}], max_tokens=few)
-        if path == "/v1/messages":
-            return _messages(model, messages=[{"role": "user", "content": text}], max_tokens=few)
-        if path == "/v1/responses":
-            return _responses(input=text, max_output_tokens=few)
-        return _generate(token_ids=[5 + number, *range(100, 300)], sampling={"max_tokens": few})
 
     def unreadable(params: dict[str, Any]) -> dict[str, Any]:
         return {**params, "remote_block_ids": [[-1 for _ in params["remote_block_ids"][0]]]}
 
     number = 300
-    paths = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate")
-    for path in paths:
+    for path in SPLIT:
         for kind, change in (("good", dict), ("unreadable", unreadable)):
             for mode in ("whole", "stream"):
                 number += 1
                 flag = {"kv_transfer_params": {"do_remote_decode": True}}
-                first = send(prefill_url, path, {**body_of(path, number, prefill=True), **flag})
+                first = send(prefill_url, path, {**_body(path, model, number, 1), **flag})
                 params = change(first.json["kv_transfer_params"])
-                body = {**body_of(path, number, prefill=False), "kv_transfer_params": params}
+                body = {**_body(path, model, number, 4), "kv_transfer_params": params}
                 if mode == "stream":
                     body["stream"] = True
                 found[f"{path} handoff {kind} {mode}"] = record(send(decode_url, path, body))
@@ -711,28 +722,41 @@ def hazards(pair: Pair) -> dict[str, Any]:
     return found
 
 
+def deaths(pair: Pair) -> dict[str, Any]:
+    """What requests see that run while the engine dies of another one: each API, streamed and whole."""
+    if not _healthy(pair.decode_url):
+        pair.revive()
+    model = _first_model(pair.decode_url)
+    found: dict[str, Any] = {}
+
+    def ask(path: str, mode: str) -> None:
+        body = _body(path, model, 500 + SPLIT.index(path), 7000)
+        if mode == "stream":
+            body["stream"] = True
+        found[f"{path} {mode}"] = record(send(pair.decode_url, path, body))
+
+    asked = [threading.Thread(target=ask, args=(path, mode)) for path in SPLIT for mode in ("whole", "stream")]
+    for thread in asked:
+        thread.start()
+    time.sleep(DEATH_AFTER_SECONDS)
+    killer = _completion(kv_transfer_params={"do_remote_prefill": True})
+    found["killer"] = record(send(pair.decode_url, "/v1/completions", killer))
+    for thread in asked:
+        thread.join()
+    return dict(sorted(found.items()))
+
+
 def releases(pair: Pair) -> dict[str, Any]:
     """What frees the prefill engine's blocks, and what leaves them held. The lease is to outlast this."""
     found: dict[str, Any] = {}
 
     def tried(name: str, act: Callable[[str, dict[str, Any]], Any], path: str = "/v1/completions") -> None:
-        prompt = long_prompt(len(found) + 400)
+        number = len(found) + 400
         free_before = _used(pair.prefill_url)
-        body = _messages("x", messages=[{"role": "user", "content": prompt}])
-        if path == "/v1/completions":
-            body = _completion(prompt=prompt)
-        elif path == "/v1/responses":
-            body = _responses(input=prompt)
-        elif path == "/inference/v1/generate":
-            body = _generate(token_ids=[len(found), *range(100, 400)])
-        body = {**body, "model": model}
-        cap: dict[str, Any] = {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
-        if path == "/inference/v1/generate":
-            cap = {"sampling_params": {"max_tokens": 1}}
         flag = {"kv_transfer_params": {"do_remote_decode": True}}
-        params = send(pair.prefill_url, path, {**body, **cap, **flag}).json["kv_transfer_params"]
+        params = send(pair.prefill_url, path, {**_body(path, model, number, 1), **flag}).json["kv_transfer_params"]
         held = _settles(lambda: _used(pair.prefill_url) > free_before)
-        act(path, {**body, "kv_transfer_params": params})
+        act(path, {**_body(path, model, number, 4), "kv_transfer_params": params})
         freed = _settles(lambda: _used(pair.prefill_url) <= free_before)
         found[name] = {"held": held, "freed": freed}
 
@@ -759,7 +783,7 @@ def releases(pair: Pair) -> dict[str, Any]:
 
         return left
 
-    model = send(pair.decode_url, "/v1/models", method="GET").json["data"][0]["id"]
+    model = _first_model(pair.decode_url)
     pair.revive()
     tried("nothing", lambda _path, _body: None)
     tried("cold, unknown model", ask(model="no-such-model"))

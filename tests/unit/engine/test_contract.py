@@ -56,6 +56,14 @@ def test_what_hangs_and_kills_real_engines_does_so_here(start: Start, monkeypatc
     assert not _lines("hazards", contract.hazards(pair))
 
 
+def test_requests_that_an_engine_takes_along_end_as_with_real_ones(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "DEATH_AFTER_SECONDS", 0.2)
+    decode = start(**AS_RECORDED, seconds_per_token=0.05)
+    assert not _lines("deaths", contract.deaths(_Pair(decode, decode)))
+
+
 def test_what_frees_blocks_of_real_prefill_engines_does_so_here(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
