@@ -51,7 +51,7 @@ from tests.unit.handoffs import answer, params
 SOURCES = Path(sidecar.__file__).parent
 REPOSITORY = SOURCES.parent
 
-# -- plays: each ends with the fault of its row, whose command is still due -----------------------------------
+# -- plays: each ends with the fault of its row, whose command is still due ------------------------------------
 
 
 def _prefilling(world: World) -> Play:

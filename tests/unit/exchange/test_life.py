@@ -48,7 +48,7 @@ def world() -> World:
     return World()
 
 
-# -- the good ways -------------------------------------------------------------------------------------------
+# -- the good ways ---------------------------------------------------------------------------------------------
 
 
 def test_local(world: World) -> None:
@@ -95,7 +95,7 @@ def test_handoff_without_blocks_is_decoded_without_it(world: World) -> None:
     assert world.sent == [None]
 
 
-# -- attempts ------------------------------------------------------------------------------------------------
+# -- attempts --------------------------------------------------------------------------------------------------
 
 
 def test_each_attempt_goes_to_another_endpoint() -> None:
@@ -142,7 +142,7 @@ def test_least_loaded_endpoint_is_chosen_where_no_order_is_given(world: World) -
     assert idle >> left << CLOSE
 
 
-# -- the policy and its budget -------------------------------------------------------------------------------
+# -- the policy and its budget ---------------------------------------------------------------------------------
 
 
 def test_budget_is_held_until_the_first_byte(world: World) -> None:
@@ -239,7 +239,7 @@ def test_recompute_that_fails_is_not_recomputed_again(world: World) -> None:
     assert play >> decoded(500) << RELAY
 
 
-# -- the handoff ---------------------------------------------------------------------------------------------
+# -- the handoff -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_release_hands_the_handoff_out_once(world: World) -> None:
     assert world.sent == [None]
 
 
-# -- breakers ------------------------------------------------------------------------------------------------
+# -- breakers --------------------------------------------------------------------------------------------------
 
 
 def test_prefill_without_handoff_opens_the_breaker_after_three(world: World) -> None:
@@ -494,7 +494,7 @@ def test_prefill_that_is_closed_is_counted_as_left(world: World) -> None:
     assert world.outcomes == ["client_left"]
 
 
-# -- faults in mid-stream ------------------------------------------------------------------------------------
+# -- faults in mid-stream --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["reset", "garbage"])

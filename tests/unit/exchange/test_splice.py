@@ -45,7 +45,7 @@ def pairs(body: bytes) -> list[tuple[str, Any]]:
     return found[-1]
 
 
-# -- random bodies -------------------------------------------------------------------------------------------
+# -- random bodies ---------------------------------------------------------------------------------------------
 
 KEYS = (
     *("model", "prompt", "messages", "input", "token_ids", "tools", "max_tokens", "max_completion_tokens"),
@@ -227,12 +227,12 @@ def test_removal_keeps_what_surrounds_the_object() -> None:
 @pytest.mark.parametrize("filler", [b"\\\\" * 500_000, b'\\"' * 500_000, b"[]{}," * 200_000, b"x" * 1_000_000])
 def test_removal_takes_time_in_proportion(filler: bytes) -> None:
     body = b'{"prompt":"' + filler + b'","kv_transfer_params":{}}'
-    start = time.perf_counter()
+    start = time.process_time()
     assert without_forbidden(body, fields(body)) == b'{"prompt":"' + filler + b'"}'
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------------------
 
 LENIENT = [
     b'{"a":NaN}',
@@ -337,7 +337,7 @@ def test_other_bodies_on_other_paths_are_no_business_of_ours(body: bytes) -> Non
     assert fields_if_object(body) == {}
 
 
-# -- the prefill body ----------------------------------------------------------------------------------------
+# -- the prefill body ------------------------------------------------------------------------------------------
 
 MODEL = ("model", "temperature", "top_p", "seed", "cache_salt", "logit_bias", "lora", "priority", "user")
 CONTRACT: dict[str, tuple[dict[str, Any], set[str], tuple[str, ...]]] = {
@@ -476,7 +476,7 @@ def test_with_members_changes_only_what_is_named(body: bytes, key: str) -> None:
     assert [k for k in after if k in before] == list(before)
 
 
-# -- large bodies come as buffers --------------------------------------------------------------------------------
+# -- large bodies come as buffers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
@@ -499,7 +499,7 @@ def test_every_kind_of_buffer(kind: Any) -> None:
     assert json.loads(prefill_body(APIS[b"/v1/completions"], fields(clean), b"{}"))["prompt"] == "a"
 
 
-# -- two values of a handoff ---------------------------------------------------------------------------------------
+# -- two values of a handoff -----------------------------------------------------------------------------------
 
 NEW = {"remote_host": b'"127.77.0.1"', "remote_port": b"5601"}
 

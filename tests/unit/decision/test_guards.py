@@ -1,0 +1,195 @@
+"""The guards: their order, every reason, and the values at their edges."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from sidecar.decision.guards import Decision, Kind, Mode, decide
+from sidecar.exchange.apis import APIS, CHAT, COMPLETIONS, Api
+from sidecar.exchange.splice import fields
+from sidecar.prefill.address import Address, AllowList
+from sidecar.prefill.endpoints import Endpoint, Endpoints
+
+LISTED = b"10.0.0.5:8000"
+ALLOWED = b"10.1.0.1:8000"
+FOREIGN = b"10.9.9.9:80"
+
+
+class World:
+    """A sidecar's endpoints and settings, and one request to decide on."""
+
+    def __init__(self, *listed: bytes, allow: tuple[str, ...] = ("10.1.0.0/16",), minimum: int = 256) -> None:
+        addresses = [Address(host, int(port)) for host, _, port in (one.decode().partition(":") for one in listed)]
+        self.endpoints = Endpoints(addresses, AllowList(list(allow)), lambda: 0.0)
+        self.minimum = minimum
+
+    def decide(
+        self,
+        *header: bytes,
+        mode: Mode = Mode.AUTO,
+        api: Api | None = COMPLETIONS,
+        tokens: int = 1000,
+        splits: bool = True,
+        **more: Any,
+    ) -> Decision:
+        body = {"prompt": [1] * tokens, **more}
+        if api is CHAT:
+            body = {"messages": [], **more}
+        members = fields(json.dumps(body))
+        return decide(mode, splits, api, members, list(header), self.endpoints, self.minimum)
+
+    def open_all(self) -> None:
+        for endpoint in self.endpoints:
+            endpoint.breaker.failed(0.0, at_once=True)
+
+
+@pytest.fixture
+def world() -> World:
+    return World(LISTED)
+
+
+def outcome(decision: Decision) -> tuple[str, str]:
+    return str(decision.kind), decision.reason
+
+
+# -- order: each guard beats all that come after it ------------------------------------------------------------
+
+
+def test_order(world: World) -> None:
+    """One request that offends against everything; what offends first is taken away step by step."""
+    bad: dict[str, Any] = {"mode": Mode.OFF, "api": None, "n": 2, "tokens": 1}
+    header = (FOREIGN,)
+    assert outcome(world.decide(*header, **bad)) == ("local", "disabled")
+    bad["mode"] = Mode.AUTO
+    assert outcome(world.decide(*header, splits=False, **bad)) == ("local", "disabled")
+    assert outcome(world.decide(*header, **bad)) == ("local", "path")
+    bad["api"] = COMPLETIONS
+    assert outcome(world.decide(*header, **bad)) == ("local", "shape")
+    del bad["n"]
+    assert outcome(World().decide(**bad)) == ("local", "no_target")
+    assert outcome(world.decide(*header, **bad)) == ("refused", "not_allowed")
+    world.open_all()
+    assert outcome(world.decide(**bad)) == ("local", "no_usable_prefill")
+    assert outcome(World(LISTED).decide(**bad)) == ("local", "short")
+    bad["tokens"] = 256
+    assert outcome(World(LISTED).decide(**bad)) == ("remote", "long")
+    bad |= {"tokens": 1, "mode": Mode.ON}
+    assert outcome(World(LISTED).decide(**bad)) == ("remote", "on")
+
+
+# -- every reason ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("header", [(), (LISTED,), (FOREIGN,), (b"nonsense",)])
+def test_disabled_whatever_the_header(world: World, header: tuple[bytes, ...]) -> None:
+    assert outcome(world.decide(*header, mode=Mode.OFF)) == ("local", "disabled")
+    assert outcome(world.decide(*header, splits=False)) == ("local", "disabled")
+
+
+@pytest.mark.parametrize("mode", [Mode.ON, Mode.AUTO])
+def test_shape_names_the_field(world: World, mode: Mode) -> None:
+    decision = world.decide(mode=mode, best_of=4)
+    assert (outcome(decision), decision.detail) == (("local", "shape"), "best_of")
+
+
+@pytest.mark.parametrize("mode", [Mode.ON, Mode.AUTO])
+@pytest.mark.parametrize("header", [(), (b"",), (b" ",), (b",",), (b"", b"")])
+def test_no_target(mode: Mode, header: tuple[bytes, ...]) -> None:
+    assert outcome(World().decide(*header, mode=mode)) == ("local", "no_target")
+
+
+def test_nothing_is_allowed_unless_it_is_said() -> None:
+    """Closed by default."""
+    closed = World(allow=())
+    decision = closed.decide(ALLOWED)
+    assert (outcome(decision), decision.detail) == (("refused", "not_allowed"), "10.1.0.1:8000")
+    assert outcome(World(LISTED, allow=()).decide(LISTED)) == ("remote", "long")
+
+
+@pytest.mark.parametrize("header", [b"nonsense", b"10.0.0.5", b"10.0.0.5:0", b"\xff:1", b"127.1:8000", b"a b:80"])
+def test_bad_target(world: World, header: bytes) -> None:
+    assert outcome(world.decide(header)) == ("refused", "bad_target")
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ((), ["10.0.0.5:8000"]),
+        ((b"",), ["10.0.0.5:8000"]),
+        ((LISTED,), ["10.0.0.5:8000"]),
+        ((ALLOWED,), ["10.1.0.1:8000"]),
+        ((b"10.1.0.2:1,10.1.0.1:1",), ["10.1.0.2:1", "10.1.0.1:1"]),
+        ((b"10.1.0.2:1", b"10.1.0.1:1"), ["10.1.0.2:1", "10.1.0.1:1"]),
+        ((b" 10.1.0.2:1 ,, 10.1.0.2:01 ,",), ["10.1.0.2:1"]),
+        ((FOREIGN + b"," + ALLOWED,), ["10.1.0.1:8000"]),
+        ((b"http://10.1.0.1:8000",), ["10.1.0.1:8000"]),
+    ],
+)
+def test_candidates(world: World, header: tuple[bytes, ...], expected: list[str]) -> None:
+    decision = world.decide(*header)
+    assert [endpoint.label for endpoint in decision.candidates] == expected
+    assert decision.ordered is any(value.strip() for value in header)
+
+
+def test_one_malformed_target_spoils_the_list(world: World) -> None:
+    assert outcome(world.decide(ALLOWED + b",nonsense")) == ("refused", "bad_target")
+
+
+@pytest.mark.parametrize("mode", [Mode.ON, Mode.AUTO])
+def test_no_usable_prefill_counts_as_a_recompute_if_it_would_have_gone_remote(mode: Mode) -> None:
+    world = World(LISTED)
+    world.open_all()
+    assert world.decide(mode=mode, tokens=256).budgeted
+    assert world.decide(mode=mode, tokens=255).budgeted is (mode is Mode.ON)
+
+
+def test_one_usable_endpoint_is_enough() -> None:
+    world = World(LISTED, b"10.0.0.6:8000")
+    next(iter(world.endpoints)).breaker.failed(0.0, at_once=True)
+    assert outcome(world.decide()) == ("remote", "long")
+    assert outcome(world.decide(LISTED)) == ("local", "no_usable_prefill"), "the header's word counts"
+
+
+def test_blocked_endpoint_is_not_usable(world: World) -> None:
+    for endpoint in world.endpoints:
+        endpoint.blocked = "incompatible"
+    assert outcome(world.decide()) == ("local", "no_usable_prefill")
+
+
+@pytest.mark.parametrize(
+    ("minimum", "tokens", "reason"),
+    [
+        *[(256, 255, "short"), (256, 256, "long"), (256, 257, "long")],
+        *[(0, 1, "long"), (1, 1, "long"), (2, 1, "short"), (10**9, 1000, "short")],
+    ],
+)
+def test_min_remote_tokens(minimum: int, tokens: int, reason: str) -> None:
+    world = World(LISTED, minimum=minimum)
+    assert world.decide(tokens=tokens).reason == reason
+    assert world.decide(tokens=tokens, mode=Mode.ON).reason == "on"
+
+
+def test_zero_means_every_prompt() -> None:
+    world = World(LISTED, minimum=0)
+    assert outcome(world.decide(api=CHAT)) == ("remote", "long")
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("api", [None, *APIS.values()], ids=lambda api: api.name if api else "other")
+def test_every_combination_has_a_reason(mode: Mode, api: Api | None) -> None:
+    prompts: dict[str, Any] = {"messages": [], "input": "x", "token_ids": [1] * 999, "sampling_params": {}}
+    for header, listed, splits in itertools.product([(), (ALLOWED,), (FOREIGN,)], [(), (LISTED,)], [True, False]):
+        decision = World(*listed).decide(*header, mode=mode, api=api, splits=splits, **prompts)
+        assert decision.reason
+        assert (decision.kind is Kind.REMOTE) is bool(decision.candidates)
+        if decision.kind is Kind.REMOTE:
+            assert mode is not Mode.OFF
+            assert all(isinstance(one, Endpoint) for one in decision.candidates)
+
+
+def test_tokens_are_told_for_the_budget(world: World) -> None:
+    assert world.decide(tokens=777).estimated_tokens == 777
+    world.open_all()
+    assert world.decide(tokens=777).estimated_tokens == 777

@@ -1,0 +1,258 @@
+"""Which requests can be split at all, and how long their prompts are."""
+
+import json
+from typing import Any
+
+import pytest
+
+from sidecar.decision.shape import BYTES_PER_TOKEN, estimated_tokens, keeps_local
+from sidecar.exchange.apis import APIS, CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Api
+from sidecar.exchange.splice import NotAnObject, fields
+
+SPLITTABLE: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "Hello"},
+    "chat": {"messages": [{"role": "user", "content": "Hello"}]},
+    "responses": {"input": "Hello"},
+    "messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5},
+    "generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 5}},
+}
+
+
+def why(api: Api, **changes: Any) -> str:
+    body = {**SPLITTABLE[api.name], **changes}
+    return keeps_local(api, fields(json.dumps({k: v for k, v in body.items() if v is not ...})))
+
+
+def why_raw(api: Api, body: str) -> str:
+    return keeps_local(api, fields(body.encode()))
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=lambda api: api.name)
+def test_plain_requests_can_be_split(api: Api) -> None:
+    assert why(api) == ""
+    assert why(api, stream=True, temperature=0, user="me", unknown={"a": 1}) == ""
+
+
+@pytest.mark.parametrize("api", [COMPLETIONS, CHAT], ids=lambda api: api.name)
+@pytest.mark.parametrize(
+    ("name", "value", "local"),
+    [
+        # Case 4: several samples.
+        *[("n", value, local) for value, local in ((1, False), (None, False), (2, True), (0, True), ("1", True))],
+        *[("best_of", value, local) for value, local in ((1, False), (None, False), (3, True))],
+        *[("use_beam_search", value, local) for value, local in ((False, False), (None, False), (True, True))],
+        # Case 5: logits of the prompt are needed here.
+        *[("echo", value, local) for value, local in ((False, False), (None, False), (True, True), (1, True))],
+        *[("prompt_logprobs", value, local) for value, local in ((None, False), (0, True), (5, True), (-1, True))],
+        *[("truncate_prompt_tokens", value, local) for value, local in ((None, False), (-1, True), (100, True))],
+        *[("logprobs", 5, False), ("stop", ["a"], False), ("min_tokens", 9, False), ("ignore_eos", True, False)],
+    ],
+)
+def test_fields_that_keep_a_request_local(api: Api, name: str, value: object, local: bool) -> None:
+    assert why(api, **{name: value}) == (name if local else "")
+
+
+@pytest.mark.parametrize("spelling", ["1", " 1 ", "\t1\n"])
+def test_white_space_around_a_value_is_none_of_it(spelling: str) -> None:
+    assert why_raw(CHAT, f'{{"messages":[],"n":{spelling},"echo": false , "best_of":\nnull}}') == ""
+
+
+def test_spellings_of_one_that_are_not_one_stay_local() -> None:
+    """`1.0` is no integer to every engine: the doubt goes to the local side."""
+    assert why_raw(CHAT, '{"messages":[],"n":1.0}') == "n"
+    assert why_raw(CHAT, '{"messages":[],"n":1e0}') == "n"
+
+
+def test_last_of_a_repeated_key_counts() -> None:
+    assert why_raw(CHAT, '{"messages":[],"n":2,"n":1}') == ""
+    assert why_raw(CHAT, '{"messages":[],"n":1,"\\u006e":2}') == "n"
+
+
+@pytest.mark.parametrize("name", ["n", "prompt_logprobs"])
+def test_generate_is_judged_by_its_sampling_params(name: str) -> None:
+    assert why(GENERATE, sampling_params={name: 2}) == name
+    assert why(GENERATE, sampling_params={name: None}) == ""
+    assert why(GENERATE, **{name: 2}) == ""
+
+
+@pytest.mark.parametrize("value", [..., None, "x", [], 1])
+def test_generate_without_sampling_params_is_left_to_the_engine(value: object) -> None:
+    assert why(GENERATE, sampling_params=value) == "sampling_params"
+
+
+def test_generate_with_multimodal_features() -> None:
+    assert why(GENERATE, features={"mm_hashes": {}}) == "features"
+    assert why(GENERATE, features=None) == ""
+
+
+# -- prompts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=lambda api: api.name)
+@pytest.mark.parametrize("value", [..., None, True, False])
+def test_without_a_prompt_there_is_nothing_to_split(api: Api, value: object) -> None:
+    assert why(api, **{api.prompt[0]: value}) == api.prompt[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "local"),
+    [
+        ('"text"', False),
+        ('""', False),
+        ("[1,2,3]", False),
+        ("[ 1 , 2\n]", False),
+        ("[1]", False),
+        ("[]", True),
+        ('["a","b"]', True),
+        ('["a"]', True),
+        ("[[1,2],[3]]", True),
+        ("[[1,2]]", True),
+        ("[ [1] ]", True),
+        ('[{"prompt":"a"}]', True),
+    ],
+)
+def test_flat_list_of_token_ids_is_one_prompt(prompt: str, local: bool) -> None:
+    """Case 4."""
+    assert why_raw(COMPLETIONS, f'{{"prompt":{prompt}}}') == ("several prompts" if local else "")
+
+
+def test_prompt_embeddings_stay_local() -> None:
+    assert why(COMPLETIONS, prompt_embeds="AAAA") == "prompt_embeds"
+
+
+# -- media (case 20) -------------------------------------------------------------------------------------------
+
+DATA = "data:image/png;base64,AAAA"
+URL = "https://example.com/cat.png"
+
+
+def _content(part: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, part]}]
+
+
+@pytest.mark.parametrize(
+    ("part", "local"),
+    [
+        ({"type": "image_url", "image_url": {"url": URL}}, True),
+        ({"type": "image_url", "image_url": {"url": DATA}}, False),
+        ({"type": "image_url", "image_url": URL}, True),
+        ({"type": "image_url", "image_url": DATA}, False),
+        ({"image_url": {"url": "http://10.0.0.1/x"}}, True),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, True),
+        ({"type": "video_url", "video_url": {"url": URL}}, True),
+        ({"type": "audio_url", "audio_url": {"url": URL}}, True),
+        ({"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AA"}}, False),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, False),
+        ({"type": "text", "text": f"see {URL} or image_url"}, False),
+        ({"type": "text", "text": '{"image_url":{"url":"https://x"}}'}, False),
+    ],
+)
+def test_media_of_chat(part: dict[str, Any], local: bool) -> None:
+    assert why(CHAT, messages=_content(part)) == ("remote media" if local else "")
+
+
+@pytest.mark.parametrize(
+    ("part", "local"),
+    [
+        ({"type": "image", "source": {"type": "url", "url": URL}}, True),
+        ({"type": "image", "source": {"type": "base64", "data": "AA", "media_type": "image/png"}}, False),
+        ({"type": "tool_result", "content": [{"type": "image", "source": {"type": "url", "url": URL}}]}, True),
+        ({"type": "text", "text": URL}, False),
+    ],
+)
+def test_media_of_messages(part: dict[str, Any], local: bool) -> None:
+    assert why(MESSAGES, messages=_content(part)) == ("remote media" if local else "")
+
+
+@pytest.mark.parametrize(
+    ("part", "local"),
+    [
+        ({"type": "input_image", "image_url": URL}, True),
+        ({"type": "input_image", "image_url": DATA}, False),
+        ({"type": "input_file", "file_url": URL}, True),
+        ({"type": "input_text", "text": URL}, False),
+    ],
+)
+def test_media_of_responses(part: dict[str, Any], local: bool) -> None:
+    assert why(RESPONSES, input=_content(part)) == ("remote media" if local else "")
+
+
+# -- responses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("background", True),
+        ("previous_response_id", "resp_1"),
+        ("previous_input_messages", []),
+        ("conversation", "c"),
+        ("prompt", {"id": "p"}),
+    ],
+)
+def test_what_one_engine_alone_remembers_stays_local(name: str, value: object) -> None:
+    assert why(RESPONSES, **{name: value}) == name
+    assert why(RESPONSES, **{name: None}) == ""
+
+
+@pytest.mark.parametrize(
+    ("tools", "local"),
+    [
+        (None, False),
+        ([], False),
+        ([{"type": "function", "name": "f", "parameters": {}}], False),
+        ([{"name": "f"}], False),
+        ([{"type": "function", "name": "f"}, {"type": "web_search_preview"}], True),
+        ([{"type": "mcp", "server_label": "x"}], True),
+        ([{"type": "code_interpreter", "container": {"type": "auto"}}], True),
+        ([{"type": 5}], True),
+        (["x"], True),
+        ({}, True),
+    ],
+)
+def test_tools_that_the_engine_runs_itself_stay_local(tools: object, local: bool) -> None:
+    assert why(RESPONSES, tools=tools) == ("tools" if local else "")
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=lambda api: api.name)
+@pytest.mark.parametrize("depth", [100, 900, *range(970, 1000)])
+def test_depth_that_was_read_is_judged_without_an_exception(api: Api, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    texts = {
+        "completions": f'{{"prompt":"a","x":{deep}}}',
+        "chat": f'{{"messages":[{{"image_url":{deep}}}]}}',
+        "responses": f'{{"input":"a","tools":[{{"type":"function","x":{deep}}}]}}',
+        "messages": f'{{"messages":[{{"url":{deep}}}]}}',
+        "generate": f'{{"token_ids":[1],"sampling_params":{{"x":{deep}}}}}',
+    }
+    try:
+        members = fields(texts[api.name].encode())
+        keeps_local(api, members)
+    except NotAnObject:
+        assert depth > 400
+
+
+# -- length ----------------------------------------------------------------------------------------------------
+
+
+def _tokens(api: Api, body: str) -> int:
+    return estimated_tokens(api, fields(body.encode()))
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "tokens"),
+    [
+        (COMPLETIONS, '{"prompt":[1,2,3]}', 3),
+        (COMPLETIONS, '{"prompt":[ 1 , 2 ]}', 2),
+        (COMPLETIONS, '{"prompt":[7]}', 1),
+        (GENERATE, '{"token_ids":[1,2,3,4,5],"sampling_params":{}}', 5),
+        (COMPLETIONS, '{"prompt":"%s"}' % ("x" * 398), 400 // BYTES_PER_TOKEN),
+        (COMPLETIONS, "{}", 0),
+        (CHAT, '{{"messages":[{}],"tools":[{}]}}'.format("1" * 98, "2" * 298), 400 // BYTES_PER_TOKEN),
+        (RESPONSES, '{{"input":"{}","instructions":"{}"}}'.format("a" * 98, "b" * 98), 200 // BYTES_PER_TOKEN),
+        (MESSAGES, '{{"messages":[{}],"system":"{}"}}'.format("1" * 98, "2" * 98), 200 // BYTES_PER_TOKEN),
+        (CHAT, '{"model":"%s","messages":[]}' % ("m" * 1000), 0),
+    ],
+)
+def test_estimate(api: Api, body: str, tokens: int) -> None:
+    assert _tokens(api, body) == tokens

@@ -1,0 +1,193 @@
+"""The endpoints: who is a candidate, who is chosen, and how many are remembered."""
+
+import random
+
+import pytest
+
+from sidecar.prefill.address import Address, AllowList, BadAddress, parse
+from sidecar.prefill.breaker import State
+from sidecar.prefill.endpoints import (
+    MAX_ENDPOINTS,
+    NO_KV_TO_BE_INEFFECTIVE,
+    Endpoint,
+    Endpoints,
+    NotAllowed,
+)
+
+
+class World(Endpoints):
+    def __init__(self, *configured: str, allow: tuple[str, ...] = ("any",)) -> None:
+        self.clock = 0.0
+        self.heard: list[tuple[str, str]] = []
+        super().__init__(
+            [parse(text) for text in configured],
+            AllowList(list(allow)),
+            lambda: self.clock,
+            learned=lambda endpoint: self.heard.append(("learned", endpoint.label)),
+            forgotten=lambda endpoint: self.heard.append(("forgotten", endpoint.label)),
+        )
+
+    def pick(self, *tried: Endpoint, ordered: bool = False, may_repeat: bool = False) -> Endpoint | None:
+        return self.choose(self.configured, list(tried), ordered=ordered, may_repeat=may_repeat)
+
+    def broken(self, endpoint: Endpoint) -> None:
+        self.failed(endpoint, at_once=True, trial=False)
+
+
+# -- candidates ------------------------------------------------------------------------------------------------
+
+
+def test_repeated_configured_endpoints_are_one() -> None:
+    world = World("a:1", "A.:1", "[::1]:2", "[0::1]:2")
+    assert [endpoint.label for endpoint in world] == ["a:1", "[::1]:2"]
+
+
+def test_header_in_another_spelling_is_the_configured_endpoint() -> None:
+    world = World("10.0.0.5:8000", allow=())
+    assert world.candidates([b"[::ffff:10.0.0.5]:08000"]) == world.configured
+
+
+def test_learned_endpoints_are_shared() -> None:
+    world = World()
+    first = world.candidates([b"a:1"])
+    assert world.candidates([b"A.:1"]) == first
+    assert not first[0].configured
+    assert world.heard == [("learned", "a:1")]
+
+
+def test_refusals() -> None:
+    world = World("a:1", allow=())
+    with pytest.raises(NotAllowed, match=r"b:1, c:1"):
+        world.candidates([b"b:1,c:1"])
+    assert [endpoint.label for endpoint in world.candidates([b"b:1,a:1"])] == ["a:1"]
+    with pytest.raises(BadAddress):
+        world.candidates([b"a:1,b"])
+    with pytest.raises(BadAddress):
+        world.candidates([b"\xc3\xa4:1"])
+    assert [endpoint.label for endpoint in world] == ["a:1"]
+
+
+def test_lists_are_bounded() -> None:
+    world = World()
+    assert len(world.candidates([b",".join(b"h%d:1" % n for n in range(64))])) == 64
+    with pytest.raises(BadAddress):
+        world.candidates([b",".join(b"h%d:1" % n for n in range(65))])
+
+
+def test_memory_is_bounded() -> None:
+    """Case 44: a header a request must not grow the sidecar, nor push out what is configured or in use."""
+    world = World("a:1", "b:1")
+    busy = world.candidates([b"busy:1"])[0]
+    world.begin(busy)
+    for n in range(3 * MAX_ENDPOINTS):
+        world.candidates([b"h%d:1" % n])
+    labels = [endpoint.label for endpoint in world]
+    assert len(labels) <= MAX_ENDPOINTS + 2
+    assert {"a:1", "b:1", "busy:1"} <= set(labels)
+    assert len(world._header_cache) <= MAX_ENDPOINTS
+    learned = sum(what == "learned" for what, _ in world.heard)
+    assert learned - sum(what == "forgotten" for what, _ in world.heard) == len(labels) - 2
+
+
+# -- the choice ------------------------------------------------------------------------------------------------
+
+
+def test_least_in_flight() -> None:
+    world = World("a:1", "b:1", "c:1")
+    a, b, c = world.configured
+    for endpoint, load in ((a, 2), (b, 1), (c, 3)):
+        endpoint.in_flight = load
+    assert world.pick() is b
+    assert world.pick(b) is a
+    assert world.pick(b, a) is c
+    assert world.pick(a, b, c) is None
+
+
+def test_ties_are_broken_by_chance() -> None:
+    world = World("a:1", "b:1", "c:1")
+    world._random = random.Random(1)
+    chosen = [world.pick() for _ in range(300)]
+    assert all(50 < chosen.count(endpoint) < 150 for endpoint in world.configured)
+
+
+def test_order_of_the_header_is_kept() -> None:
+    world = World("a:1", "b:1")
+    a, b = world.configured
+    a.in_flight = 100
+    assert world.pick(ordered=True) is a
+    assert world.pick(a, ordered=True) is b
+
+
+def test_open_breakers_and_blocked_endpoints_are_passed_over() -> None:
+    world = World("a:1", "b:1", "c:1")
+    a, b, c = world.configured
+    world.broken(a)
+    b.blocked = "incompatible"
+    assert world.pick() is c
+    assert world.any_usable(world.configured)
+    world.broken(c)
+    assert world.pick() is None
+    assert not world.any_usable(world.configured)
+    world.clock = 2.0
+    assert world.pick(ordered=True) is a
+
+
+@pytest.mark.parametrize("may_repeat", [True, False])
+def test_only_endpoint_comes_again_only_if_it_may(may_repeat: bool) -> None:
+    world = World("a:1")
+    only = world.configured[0]
+    assert world.pick(may_repeat=may_repeat) is only
+    assert world.pick(only, may_repeat=may_repeat) is (only if may_repeat else None)
+    world.broken(only)
+    assert world.pick(may_repeat=may_repeat) is None
+
+
+def test_nothing_to_choose_from() -> None:
+    world = World()
+    assert world.pick() is None
+    assert not world.any_usable([])
+
+
+# -- bookkeeping -----------------------------------------------------------------------------------------------
+
+
+def test_in_flight() -> None:
+    world = World("a:1")
+    a = world.configured[0]
+    assert world.begin(a) is False
+    world.begin(a)
+    assert a.in_flight == 2
+    world.end(a)
+    world.end(a)
+    assert a.in_flight == 0
+
+
+def test_begin_tells_the_trial() -> None:
+    world = World("a:1")
+    a = world.configured[0]
+    world.broken(a)
+    world.clock = 2.0
+    assert world.begin(a) is True
+    world.failed(a, at_once=False, trial=True)
+    assert a.breaker.state is State.OPEN
+    world.clock = 10.0
+    world.begin(a)
+    world.brought_kv(a)
+    assert a.breaker.state is State.CLOSED
+
+
+def test_effective() -> None:
+    world = World("a:1")
+    for _ in range(NO_KV_TO_BE_INEFFECTIVE):
+        assert world.effective
+        world.brought_no_kv()
+    assert not world.effective
+    world.brought_kv(world.configured[0])
+    assert world.effective
+
+
+def test_hosts_that_a_handoff_may_name() -> None:
+    endpoint = Endpoint(Address("prefill-0", 8000), configured=True)
+    assert endpoint.hosts == {"prefill-0"}
+    endpoint.peer_host = "10.0.0.5"
+    assert endpoint.hosts == {"prefill-0", "10.0.0.5"}

@@ -1,0 +1,92 @@
+"""Facts of endpoints are asked for once, again after a pause, and never against better knowledge."""
+
+import asyncio
+
+from sidecar.background import Background
+from sidecar.connectors.connector import EngineFacts
+from sidecar.prefill.address import Address
+from sidecar.prefill.endpoints import Endpoint
+from sidecar.prefill.facts import PAUSE_S, REFRESH_S, FactsKeeper
+
+
+class World:
+    """`EngineProbe` for every endpoint, and the clock."""
+
+    def __init__(self) -> None:
+        self.clock = 1000.0
+        self.asked = 0
+        self.told = EngineFacts()
+        self.background = Background()
+        self.keeper = FactsKeeper(self.background, lambda _endpoint: self, lambda: self.clock)  # type: ignore[arg-type,return-value]
+
+    async def facts(self, timeout_s: float) -> EngineFacts:
+        self.asked += 1
+        return self.told
+
+    async def want(self, endpoint: Endpoint) -> None:
+        self.keeper.want(endpoint)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not len(self.background)
+
+
+def endpoint() -> Endpoint:
+    return Endpoint(Address("a", 1), configured=True)
+
+
+def test_asked_once_in_a_while() -> None:
+    async def main() -> None:
+        world, a = World(), endpoint()
+        await world.want(a)
+        await world.want(a)
+        assert world.asked == 1
+        world.clock += PAUSE_S
+        await world.want(a)
+        assert world.asked == 2
+        assert a.facts == EngineFacts()
+
+    asyncio.run(main())
+
+
+def test_known_facts_are_refreshed_rarely() -> None:
+    async def main() -> None:
+        world, a = World(), endpoint()
+        world.told = EngineFacts(16, 100)
+        await world.want(a)
+        assert a.facts == EngineFacts(16, 100)
+        world.clock += REFRESH_S - 1
+        await world.want(a)
+        assert world.asked == 1
+        world.clock += 1
+        world.told = EngineFacts(32, 50)
+        await world.want(a)
+        assert a.facts == EngineFacts(32, 50)
+        world.clock += REFRESH_S
+        world.told = EngineFacts()
+        await world.want(a)
+        assert a.facts == EngineFacts(32, 50), "silence is no news"
+
+    asyncio.run(main())
+
+
+def test_what_the_side_channel_told_counts_for_more() -> None:
+    async def main() -> None:
+        world, a = World(), endpoint()
+        a.facts = EngineFacts(16, 100, "engine")
+        world.told = EngineFacts(32, 50)
+        await world.want(a)
+        assert world.asked == 0
+        assert a.facts.block_size == 16
+
+    asyncio.run(main())
+
+
+def test_memory_is_bounded() -> None:
+    async def main() -> None:
+        world = World()
+        for _ in range(4200):
+            world.keeper.want(endpoint())
+        await world.want(endpoint())
+        assert len(world.keeper._next) <= 4097
+
+    asyncio.run(main())
