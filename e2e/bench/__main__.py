@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
 import resource
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from e2e.bench.install import WHEELS, cache_folder, install
 from e2e.bench.measure import Bench, Pace, Result, run_case
 from e2e.bench.plots import all_plots
 from e2e.bench.profiling import profile
-from e2e.bench.proxies import SPECS
+from e2e.bench.proxies import SPECS, add_baseline
 from e2e.bench.rig import RigError
 
 _DOCS = Path(__file__).parents[2] / "docs" / "bench"
-_QUICK = Pace(rounds=3, warm_s=0.2, window_s=0.8)
+_QUICK = Pace(rounds=3, warm_s=0.2, window_s=0.8, memory_rounds=1)
 _FULL = Pace(rounds=5, warm_s=0.3, window_s=2.0)
 _QUICK_PROXIES = ("sidecar", "vllm-router", "smg", "nginx", "envoy")
 
@@ -31,6 +33,9 @@ def _flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="about two minutes: fewer cases, shorter rounds")
     parser.add_argument("--case", action="append", choices=list(CASES), help="only this case (repeatable)")
     parser.add_argument("--proxy", action="append", choices=list(SPECS), help="only this proxy (repeatable)")
+    parser.add_argument(
+        "--baseline", metavar="REVISION|FOLDER", help="also measure the sidecar of another revision, as `baseline`"
+    )
     parser.add_argument("--rounds", type=int, help="alternating rounds of each case")
     parser.add_argument("--seconds", type=float, help="length of one measured window")
     parser.add_argument("--nice", type=int, default=0, help="niceness of proxies and rig; below 0 needs root")
@@ -72,9 +77,17 @@ def main(arguments: list[str] | None = None) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))  # 2,000 streams are 6,000 sockets
 
     pace = _QUICK if flags.quick else _FULL
-    pace = Pace(flags.rounds or pace.rounds, pace.warm_s, flags.seconds or pace.window_s)
+    pace = dataclasses.replace(pace, rounds=flags.rounds or pace.rounds, window_s=flags.seconds or pace.window_s)
     proxy_core, rig_core = _cores()
     names = flags.proxy or list(_QUICK_PROXIES if flags.quick else SPECS)
+    unpacked = tempfile.TemporaryDirectory(prefix="pd-sidecar-baseline-")
+    if flags.baseline:
+        try:
+            add_baseline(flags.baseline, Path(unpacked.name))
+        except ValueError as error:
+            _say(str(error))
+            return 2
+        names.append("baseline")
     cases = [
         case
         for case in CASES.values()

@@ -32,11 +32,13 @@ DIRECT = "direct"  # the stub engines themselves, the base of added latency
 
 @dataclass(frozen=True)
 class Pace:
-    """How long and how often: seconds and rounds."""
+    """How long and how often: seconds and rounds. Memory repeats to the megabyte and each of its samples needs a
+    fresh process, so fewer rounds of it do."""
 
     rounds: int
     warm_s: float
     window_s: float
+    memory_rounds: int = 3
 
 
 @dataclass
@@ -270,8 +272,7 @@ def _turns(names: list[str], rounds: int) -> Iterator[list[str]]:
 def run_case(bench: Bench, case: Case, names: list[str], pace: Pace, say: Callable[[str], None]) -> Result:
     """All rounds of a case. A proxy that can't do it has its reason in `failed`; nothing is dropped silently."""
     result = Result(case)
-    # Memory repeats to the megabyte and each sample needs a fresh process: fewer rounds do.
-    rounds = min(pace.rounds, 3) if case.kind == "memory" else pace.rounds
+    rounds = pace.memory_rounds if case.kind == "memory" else pace.rounds
     for number, order in enumerate(_turns(names if case.kind == "memory" else [DIRECT, *names], rounds)):
         say(f"{case.name}, round {number + 1} of {rounds}")
         samples: dict[str, dict[str, Any]] = {}

@@ -8,6 +8,7 @@ buffering where that is a choice.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import os
 import signal
@@ -47,6 +48,7 @@ class Spec:
     environment: dict[str, str] = field(default_factory=dict)
     headers: Callable[[Place], dict[str, str]] = lambda _: {}
     remark: str = ""
+    folder: Path | None = None  # working directory; `python -m sidecar` takes the package that it finds there
 
 
 def _sidecar(*extra: str) -> Callable[[Place, Path], list[str]]:
@@ -198,6 +200,25 @@ def pin(core: int, priority: int) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, priority)
 
 
+def add_baseline(where: str, folder: Path) -> None:
+    """Another version of the sidecar as proxy `baseline`: a folder that holds the packages, or a git revision,
+    which is unpacked into `folder`. ValueError if it is neither."""
+    source = Path(where)
+    if not source.is_dir():
+        root = Path(__file__).parents[2]
+        archive = subprocess.run(
+            ["git", "-C", str(root), "archive", where, "sidecar", "transport"], capture_output=True, check=False
+        )
+        if archive.returncode:
+            raise ValueError(f"{where} is no folder and no revision: {archive.stderr.decode().strip()}")
+        source = folder
+        source.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["tar", "-x", "-C", str(source)], input=archive.stdout, check=True)
+    SPECS["baseline"] = dataclasses.replace(
+        SPECS["sidecar"], name="baseline", folder=source, remark=f"the sidecar as of {where}"
+    )
+
+
 class NotReadyError(Exception):
     """The proxy did not come up; the message carries the end of its log."""
 
@@ -239,6 +260,7 @@ class Proxy:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                cwd=spec.folder,
                 env={**os.environ, **spec.environment},
                 start_new_session=True,
                 # Set before the start: runtimes size their thread pools by it.

@@ -14,7 +14,7 @@ from e2e.bench.measure import DIRECT, Result
 from e2e.bench.proxies import SPECS
 
 Round = dict[str, dict[str, Any]]
-_REFERENCES = ("vllm-router", "nginx")
+_REFERENCES = ("vllm-router", "nginx", "baseline")
 
 _INTRODUCTION = """# Benchmark
 
