@@ -6,7 +6,7 @@ machine.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from sidecar.connectors.connector import Handoff
 from sidecar.edge import errors
@@ -49,6 +49,8 @@ class Leg:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
+        # Runner and leg know each other; without this the cycle would wait for the collector, body and all.
+        self._runner = cast("Runner", None)
 
     def pause_reading(self) -> None:
         if self._connection is not None and self._connection.transport is not None:

@@ -50,6 +50,7 @@ class Request:
 
     __slots__ = (
         "_keys",
+        "_lines",
         "body",
         "expects_continue",
         "has_body",
@@ -80,6 +81,8 @@ class Request:
         self.started_at = started_at
         self.keep_alive = True
         self.path = _path(target)
+        self._lines: list[bytes] = []
+        """The fields as lines, made when the first block is."""
         self._keys = [name.lower() for name, _ in headers]
         self.read: dict[bytes, list[bytes]] = {}
         """Values of the fields that mean something to us."""
@@ -184,13 +187,9 @@ class Request:
     def _block(self, drop: frozenset[bytes]) -> bytes:
         if b"connection" in self.read and (named := self._named_by_connection()):
             drop |= named
-        return b"".join(
-            [
-                b"%b: %b\r\n" % header
-                for key, header in zip(self._keys, self.headers, strict=True)
-                if key not in drop
-            ]
-        )
+        if not self._lines:
+            self._lines = [b"%b: %b\r\n" % header for header in self.headers]
+        return b"".join([line for key, line in zip(self._keys, self._lines, strict=True) if key not in drop])
 
     def relay_block(self, *, inflated: bool, with_id: bool) -> bytes:
         """Fields for the local engine, as they came. `inflated`: the body lost its content encoding;
