@@ -60,8 +60,8 @@ def tame() -> None:
     def forking(method: str | None = None) -> Any:
         return get_context("fork" if method == "spawn" else method)
 
-    multiprocessing.get_context = forking  # type: ignore[assignment]
-    os.sched_setaffinity = lambda *_: None  # type: ignore[assignment]
+    multiprocessing.get_context = forking
+    os.sched_setaffinity = lambda *_: None
 
     import nixl._api
 
