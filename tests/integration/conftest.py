@@ -64,6 +64,7 @@ class Shelf:
             port, side_channel_port = kept.decode_ports
             decode = ThreadedEngine(port=port, side_channel_port=side_channel_port, **decode_options)
             decode.start()
+            kept.sidecar.wait_until("/readyz")  # the engine may have been away for long
             return kept, decode
         while len(self._kept) >= KEPT:
             self._kept.popitem(last=False)[1].end()
