@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from tests.engine import tokens
-from tests.engine.apis import serving
+from tests.engine.apis import chat, serving
 from tests.engine.apis.schema import (
     INT64_MAX,
     INT64_MIN,
@@ -209,8 +209,6 @@ async def abort_requests(_engine: Engine, received: Received) -> Answer:
 
 
 async def tokenize(engine: Engine, received: Received) -> Answer:
-    from tests.engine.apis import chat
-
     raw = parse_json(received)
     body = check(raw, {"prompt": string(), "messages": list_of(mapping), "model": nullable(string())})
     if "messages" not in body and "prompt" not in body:
