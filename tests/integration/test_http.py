@@ -218,6 +218,22 @@ def test_expect_100_continue_of_a_body_that_is_not_wanted(rigged: Callable[..., 
         assert client.at_end()
 
 
+def test_expect_100_continue_behind_another_request(rig: Rig) -> None:
+    """Pipelined: the go-ahead must not come before the answer to the first, and it must come."""
+    rig.decode.engine.limits.prefill_seconds_per_1k_tokens = 0.5
+    body = json.dumps(completion()).encode()
+    with rig.sidecar.connect() as client:
+        client.request("POST", COMPLETIONS, completion(echo=True), rig.headers())
+        client.request(
+            "POST", COMPLETIONS, b"", rig.headers([("Expect", "100-continue"), ("Content-Length", str(len(body)))])
+        )
+        first = client.answer("POST")
+        assert (first.status, first.interim) == (200, [])
+        assert client.exactly(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.send(body)
+        assert client.answer("POST").status == 200
+
+
 # -- compressed request bodies -------------------------------------------------------------------------------
 
 
