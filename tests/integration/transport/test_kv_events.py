@@ -1,0 +1,355 @@
+"""KV events from a publisher on libzmq that does what vLLM's does (distributed/kv_events.py), and worse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+import msgspec
+import pytest
+import zmq
+
+from tests.integration.transport.peers import LOCALHOST, descriptors, mute, run, until, unused_port
+from transport import zmtp
+from transport.kv_events import KvEvents
+from transport.prefix_index import PrefixIndex
+
+BLOCK = 4
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+class Publisher:
+    """One engine process: PUB connects, ROUTER binds for replays; one thread for both, as in vLLM."""
+
+    def __init__(self, port: int, replay_port: int = 0, *, buffer_steps: int = 1000) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.linger = 0
+        self._pub.reconnect_ivl = 20
+        self._pub.connect(f"tcp://{LOCALHOST}:{port}")
+        self._replay: zmq.Socket[bytes] | None = None
+        if replay_port:
+            self._replay = self._context.socket(zmq.ROUTER)
+            self._replay.linger = 0
+            self._replay.bind(f"tcp://{LOCALHOST}:{replay_port}")
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._queue: deque[tuple[bytes, bool]] = deque()
+        self._stopping = threading.Event()
+        self.serving = threading.Event()
+        self.serving.set()
+        self.next_sequence = 0
+        self._hash = random.getrandbits(32)
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def store(self, ids: list[int], *, lost: bool = False) -> list[int]:
+        """Publish (or lose on the way) one batch that stores a prompt; returns its block hashes."""
+        hashes = [self._hash + n for n in range(1, len(ids) // BLOCK + 1)]
+        self._hash += 1000
+        event = {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": None,
+            "token_ids": ids[: len(hashes) * BLOCK],
+            "block_size": BLOCK,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": None,
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }
+        self.publish([event], lost=lost)
+        return hashes
+
+    def publish(self, events: list[Any], *, lost: bool = False) -> None:
+        self._queue.append((msgspec.msgpack.encode([time.time(), events, 0]), lost))
+
+    def publish_raw(self, payload: bytes) -> None:
+        self._queue.append((payload, False))
+
+    def skip_to(self, sequence: int) -> None:
+        self.next_sequence = sequence
+
+    def _serve(self) -> None:
+        while not self._stopping.is_set():
+            if self._replay is not None and self.serving.is_set() and self._replay.poll(0):
+                self._serve_replay(self._replay)
+            if not self._queue:
+                time.sleep(0.002)
+                continue
+            payload, lost = self._queue.popleft()
+            sequence = self.next_sequence
+            self.next_sequence += 1
+            if not lost:
+                self._pub.send_multipart((b"kv", sequence.to_bytes(8, "big"), payload))
+            self._buffer.append((sequence, payload))
+        self._context.destroy(linger=0)
+
+    def _serve_replay(self, socket: zmq.Socket[bytes]) -> None:
+        client, _, start = socket.recv_multipart()
+        for sequence, payload in self._buffer:
+            if sequence >= int.from_bytes(start, "big"):
+                socket.send_multipart((client, b"", b"kv", sequence.to_bytes(8, "big"), payload))
+        socket.send_multipart((client, b"", b"", END, b""))
+
+
+@contextlib.asynccontextmanager
+async def listening(port: int, replay_port: int = 0, **options: Any) -> AsyncIterator[KvEvents]:
+    events = KvEvents(PrefixIndex(), port=port, replay=(LOCALHOST, replay_port) if replay_port else None, **options)
+    try:
+        yield events
+    finally:
+        await events.close()
+
+
+def prompt(number: int, blocks: int = 3) -> list[int]:
+    return [number * 100 + n for n in range(blocks * BLOCK + 1)]
+
+
+async def holds(events: KvEvents, *numbers: int) -> None:
+    """Wait until it is known that these prompts are held."""
+    await until(lambda: all(events.cached_tokens(prompt(number)) == 3 * BLOCK for number in numbers))
+
+
+def test_an_engine_that_has_published_nothing_is_known_to_hold_nothing() -> None:
+    async def main() -> None:
+        async with listening(port, replay) as events:
+            assert events.cached_tokens(prompt(1)) is None
+            with Publisher(port, replay) as engine:
+                await until(lambda: events.current)
+                assert events.cached_tokens(prompt(1)) == 0
+                engine.store(prompt(1))
+                await holds(events, 1)
+                assert events.counts["stored"] == 1
+            await until(lambda: not events.current)
+            assert events.cached_tokens(prompt(1)) is None
+
+    port, replay = unused_port(), unused_port()
+    run(main())
+
+
+def test_a_sidecar_that_starts_late_learns_all_of_it() -> None:
+    async def main() -> None:
+        with Publisher(port, replay) as engine:
+            for number in range(20):
+                engine.store(prompt(number))
+            await until(lambda: engine.next_sequence == 20)
+            async with listening(port, replay) as events:
+                await holds(events, *range(20))
+                engine.store(prompt(30))
+                await holds(events, *range(20), 30)
+                assert "gap" not in events.counts
+
+    port, replay = unused_port(), unused_port()
+    run(main())
+
+
+def test_a_gap_is_filled() -> None:
+    async def main() -> None:
+        async with listening(port, replay) as events:
+            with Publisher(port, replay) as engine:
+                await until(lambda: events.current)
+                engine.store(prompt(1))
+                hashes = engine.store(prompt(2), lost=True)
+                engine.publish(
+                    [{"type": "BlockRemoved", "block_hashes": hashes[2:], "medium": "GPU", "group_idx": 0}]
+                )
+                await holds(events, 1)
+                await until(lambda: events.cached_tokens(prompt(2)) == 2 * BLOCK)
+                assert events.counts["replay"] >= 2
+                assert "gap" not in events.counts
+
+    port, replay = unused_port(), unused_port()
+    run(main())
+
+
+def test_a_gap_beyond_the_engines_buffer_is_forgotten_about() -> None:
+    async def main() -> None:
+        async with listening(port, replay) as events:
+            with Publisher(port, replay, buffer_steps=2) as engine:
+                await until(lambda: events.current)
+                engine.store(prompt(1))
+                await holds(events, 1)
+                for number in (2, 3, 4):
+                    engine.store(prompt(number), lost=True)
+                engine.store(prompt(5))
+                await holds(events, 4, 5)
+                assert events.cached_tokens(prompt(1)) == 0
+                assert events.counts["gap"] == 1
+
+    port, replay = unused_port(), unused_port()
+    run(main())
+
+
+@pytest.mark.parametrize("replayable", [True, False])
+def test_a_restarted_engine_holds_nothing_of_the_old_one(replayable: bool) -> None:
+    async def main() -> None:
+        async with listening(port, replay) as events:
+            with Publisher(port, replay) as engine:
+                engine.store(prompt(1))
+                engine.store(prompt(2))
+                if replayable:
+                    await holds(events, 1, 2)
+                else:
+                    await until(lambda: events.counts["stored"] > 0 or engine.next_sequence == 2)
+            await until(lambda: not events.current)
+            with Publisher(port, replay) as engine:
+                await until(lambda: events._publisher is not None)
+                engine.store(prompt(3))
+                await asyncio.sleep(0.05)
+                engine.store(prompt(4))
+                await holds(events, 4)
+                assert events.cached_tokens(prompt(1)) == 0
+                assert events.cached_tokens(prompt(2)) == 0
+
+    port, replay = unused_port(), unused_port() if replayable else 0
+    run(main())
+
+
+def test_a_replay_endpoint_that_is_dead_or_mute_means_unknown_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.kv_events.REPLAY_SILENCE_SECONDS", 0.1)
+
+    async def main(replay: int) -> None:
+        async with listening(port, replay) as events:
+            with Publisher(port) as engine:
+                await until(lambda: events.counts["replay_failed"] == 1)
+                assert events.cached_tokens(prompt(1)) is None
+                engine.store(prompt(1))
+                await holds(events, 1)
+                engine.store(prompt(2), lost=True)
+                engine.store(prompt(3))
+                await until(lambda: events.counts["replay_failed"] == 2)
+                engine.store(prompt(4))
+                await holds(events, 4)
+                assert events.cached_tokens(prompt(1)) == 0
+
+    port = unused_port()
+    run(main(unused_port()))
+    port = unused_port()
+    with mute() as endpoint:
+        run(main(endpoint.port))
+
+
+def test_what_is_not_understood_is_never_taken_as_cached(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with listening(port, replay) as events:
+            with Publisher(port, replay) as engine:
+                for unknown in ([{"type": "BlockMoved"}], [["BlockStored", [1], None, [1], 1, None]]):
+                    engine.store(prompt(1))
+                    await holds(events, 1)
+                    engine.publish(unknown)
+                    await until(lambda: events.cached_tokens(prompt(1)) == 0)
+                engine.store(prompt(1))
+                await holds(events, 1)
+                engine.publish_raw(b"\xc1")
+                await until(lambda: events.cached_tokens(prompt(1)) == 0)
+                assert events.counts["unknown"] >= 1
+                assert events.counts["malformed"] >= 1
+                engine.store(prompt(2))
+                await holds(events, 2)
+
+    port, replay = unused_port(), unused_port()
+    run(main())
+    assert caplog.text.count("another vLLM version") <= 1
+
+
+def test_garbage_on_the_port_is_dropped_and_the_engine_is_still_heard() -> None:
+    async def main() -> None:
+        async with listening(port, replay) as events:
+            with Publisher(port, replay) as engine:
+                engine.store(prompt(1))
+                await holds(events, 1)
+                before = descriptors()
+                for words in (
+                    b"GET / HTTP/1.1\r\n\r\n",
+                    zmtp.GREETING + zmtp.encode_ready(b"REQ"),
+                    zmtp.GREETING[:30],
+                    random.Random(1).randbytes(1000),
+                ):
+                    _, writer = await asyncio.open_connection(LOCALHOST, port)
+                    writer.write(words)
+                    await asyncio.sleep(0.01)
+                    writer.close()
+                    with contextlib.suppress(ConnectionError):
+                        await writer.wait_closed()
+                assert events.current
+                engine.store(prompt(2))
+                await holds(events, 1, 2)
+                await until(lambda: descriptors() <= before)
+
+    port, replay = unused_port(), unused_port()
+    run(main())
+
+
+def test_a_flood_is_followed_without_holding_the_loop() -> None:
+    async def main() -> None:
+        lags: list[float] = []
+
+        async def tick() -> None:
+            while True:
+                began = time.perf_counter()
+                await asyncio.sleep(0.001)
+                lags.append(time.perf_counter() - began - 0.001)
+
+        with Publisher(port, replay, buffer_steps=10_000) as engine:
+            for number in range(2000):
+                engine.store(prompt(number, 64))
+            await until(lambda: engine.next_sequence == 2000, 10)
+            async with listening(port, replay) as events:
+                ticking = asyncio.create_task(tick())
+                await until(lambda: events.counts["stored"] >= 2000 and events.current, 20)
+                ticking.cancel()
+                assert len(events.index) == 2000 * 64
+                assert events.backlog_bytes == 0
+                lags.sort()
+                # One message is worked on at a time; machines have other things to do too.
+                assert lags[len(lags) * 9 // 10] < 0.03
+
+    port, replay = unused_port(), unused_port()
+    run(main())
+
+
+def test_closing_at_any_moment_leaves_nothing() -> None:
+    async def main() -> None:
+        await asyncio.sleep(0)
+        with Publisher(port, replay) as engine:
+            for number in range(200):
+                engine.store(prompt(number))
+            await until(lambda: engine.next_sequence == 200)
+            before = descriptors(), len(asyncio.all_tasks())
+            for delay_seconds in (0, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2):
+                events = KvEvents(PrefixIndex(), port=port, replay=(LOCALHOST, replay))
+                await asyncio.sleep(delay_seconds)
+                began = time.perf_counter()
+                await events.close()
+                assert time.perf_counter() - began < 0.1
+                await until(lambda: (descriptors(), len(asyncio.all_tasks())) <= before)
+
+    port, replay = unused_port(), unused_port()
+    run(main())
+
+
+def test_a_taken_port_is_said_at_once() -> None:
+    async def main() -> None:
+        async with listening(port):
+            with pytest.raises(OSError, match="in use"):
+                KvEvents(PrefixIndex(), port=port)
+
+    port = unused_port()
+    run(main())

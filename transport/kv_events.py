@@ -1,0 +1,490 @@
+"""The local engine's KV-cache events: received, put in order, replayed where some are missing, given to an index.
+
+One `KvEvents` for each data-parallel rank. The engine connects to us (its `endpoint` is a plain loopback address,
+so it does not bind; vLLM 0.32 distributed/kv_events.py), and only what it says in sequence counts: as long as
+something is missing, nothing is known. Must not know HTTP or decisions.
+"""
+
+import asyncio
+import hashlib
+import logging
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from transport import zmtp
+from transport.link import Link, Unanswered, dial
+from transport.prefix_index import AllBlocksCleared, BlockRemoved, BlockStored, PrefixIndex
+
+logger = logging.getLogger(__name__)
+
+PORT: Final = 5557  # of rank 0; rank r has this plus r (config/kv_events.py)
+BATCH_BYTES_MAX: Final = 32 * 2**20  # a step that fills a whole cache of a million tokens has 5 MB
+REPLAY_CONNECT_SECONDS: Final = 1.0
+REPLAY_SILENCE_SECONDS: Final = 5.0  # the engine looks for requests every 0.1 s, between two batches
+REPLAYS_IN_A_ROW_MAX: Final = 8
+BACKLOG_BYTES_MAX: Final = 4 * 2**20  # beyond this we stop reading, and the engine's own queue fills
+SLICE_SECONDS: Final = 0.001  # of work on events in one turn of the loop
+_SEQUENCE_BYTES: Final = 8
+_END: Final = (-1).to_bytes(8, "big", signed=True)
+_SUBSCRIBE: Final = b"\x01"
+
+
+class EventsError(ValueError):
+    """Not a batch of events that this version of the protocol has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The events of one engine step, in order. `unknown`: events of types that are not known here."""
+
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    unknown: int
+
+
+_batch_decoder: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_events_decoder: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_event_decoder: Final = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared)
+_all_decoder: Final = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved | AllBlocksCleared])
+_tag_decoder: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_KNOWN: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+_UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """The payload frame: msgpack array `[timestamp, [event, ...], data_parallel_rank?]`, events as tagged maps.
+
+    Raises EventsError if a known type of event has not the known form, as in versions that send events as arrays.
+    """
+    try:
+        parts = _batch_decoder.decode(payload)
+        if len(parts) < 2:
+            raise EventsError("a batch has a timestamp and events")
+        try:
+            return Batch(_all_decoder.decode(parts[1]), 0)
+        except _UNREADABLE:
+            return _one_by_one(_events_decoder.decode(parts[1]))
+    except _UNREADABLE as error:
+        raise EventsError(str(error)[:100]) from None
+
+
+def _one_by_one(raws: list[msgspec.Raw]) -> Batch:
+    events = []
+    unknown = 0
+    for raw in raws:
+        tag = msgspec.msgpack.decode(_tag_decoder.decode(raw).get("type", b"\xc0"))
+        if isinstance(tag, str) and tag in _KNOWN:
+            events.append(_event_decoder.decode(raw))
+        else:
+            unknown += 1
+    return Batch(events, unknown)
+
+
+class Replay(NamedTuple):
+    """Ask for all batches from this sequence number on."""
+
+    start: int
+
+
+class Apply(NamedTuple):
+    """Follow the events of this payload."""
+
+    payload: bytes
+
+
+class Forget(NamedTuple):
+    """All that was known is out of date."""
+
+    why: Literal["gap", "restart", "no_replay", "replay_failed"]
+
+
+Step = Replay | Apply | Forget
+
+
+class Order:
+    """What to do with what comes, so that events are followed in sequence, each once, and of one engine only. Pure.
+
+    A connection is one process, so a restart shows as a new connection on which what was followed last can't be
+    replayed as it was. `replays`: whether the engine has a replay endpoint.
+    """
+
+    def __init__(self, *, replays: bool) -> None:
+        self.replays = replays
+        self.last: int | None = None
+        """Sequence number that was followed last, -1 before the first; None while nothing is known."""
+        self.replaying = False
+        self._digest = b""
+        self._same = True
+        """Whether the engine that is connected is certain to be the one that `last` is of."""
+        self._behind = -1
+        self._row = 0
+
+    @property
+    def current(self) -> bool:
+        """Whether all is followed that is known to have been published."""
+        return not self.replaying and self.last is not None
+
+    def connected(self) -> list[Step]:
+        """An engine has connected: the first one, the same again, or another."""
+        self._same = self.last is None or self.last < 0
+        self._behind = -1
+        self._row = 0
+        if self.replays:
+            return self._replay()
+        known, self.last = self.last, None
+        return [Forget("no_replay")] if known is not None else []
+
+    def live(self, sequence: int, payload: bytes) -> list[Step]:
+        """A batch as it is published."""
+        if self.replaying:
+            self._behind = max(self._behind, sequence)
+            return []
+        if self.last is None or sequence == self.last + 1:
+            return self._follow(sequence, payload)
+        if sequence <= self.last:
+            return []
+        if self.replays:
+            self._behind = sequence
+            self._row = 0
+            return self._replay()
+        return [Forget("gap"), *self._follow(sequence, payload)]
+
+    def replayed(self, sequence: int, payload: bytes) -> list[Step]:
+        """A batch that comes again."""
+        if not self.replaying:
+            return []
+        if not self._same and self.last is not None:
+            if sequence < self.last:
+                return []
+            if sequence > self.last or _digest(payload) != self._digest:
+                return self._another_engine()
+            self._same = True
+        if self.last is None or sequence == self.last + 1:
+            return self._follow(sequence, payload)
+        if sequence <= self.last:
+            return []
+        # What lies between is no longer in the engine's buffer.
+        return [Forget("gap"), *self._follow(sequence, payload)]
+
+    def replay_ended(self) -> list[Step]:
+        """The engine has sent all that it has."""
+        if not self.replaying:
+            return []
+        self.replaying = False
+        if not self._same:
+            return self._another_engine()  # it does not have what was followed last
+        if self.last is None:
+            self.last = -1  # it has published nothing yet: that is known
+        return self._replay() if self._behind > self.last else []
+
+    def replay_failed(self) -> list[Step]:
+        """No answer. What comes next is followed, what was before is not known."""
+        self.replaying = False
+        self._same = True
+        self.last = None
+        return [Forget("replay_failed")]
+
+    def _follow(self, sequence: int, payload: bytes) -> list[Step]:
+        self.last, self._digest = sequence, _digest(payload)
+        return [Apply(payload)]
+
+    def _replay(self) -> list[Step]:
+        self._row += 1
+        if self._row > REPLAYS_IN_A_ROW_MAX:
+            return self.replay_failed()
+        self.replaying = True
+        # Beginning with what was followed last: if it comes as it was, this is the same engine.
+        return [Replay(max(self.last or 0, 0))]
+
+    def _another_engine(self) -> list[Step]:
+        self.last = None
+        self._same = True
+        return [Forget("restart"), *self._replay()]
+
+
+def _digest(payload: bytes) -> bytes:
+    return hashlib.blake2b(payload, digest_size=8).digest()
+
+
+class KvEvents:
+    """Listens for one rank's events and keeps one index. Made on the running loop; `close` ends it.
+
+    `replay`: host and port of the engine's `replay_endpoint`, None if it has none. `on_events(kind, count)`: what
+    came, by kind, for a metric (`Counter` labels as in `counts`).
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        host: str = "127.0.0.1",
+        port: int = PORT,
+        replay: tuple[str, int] | None = None,
+        topic: bytes = b"",
+        on_events: Callable[[str, int], None] = lambda _kind, _count: None,
+    ) -> None:
+        self.index = index
+        self.port = port
+        self.topic = topic
+        self.counts: Counter[str] = Counter()
+        """`stored`, `removed`, `cleared`, `unknown`: events. `malformed`: messages. `gap`, `restart`, `no_replay`,
+        `replay_failed`: how often all was forgotten, and why. `replay`: how often one was asked for."""
+        self.backlog_bytes = 0
+        self._order = Order(replays=replay is not None)
+        self._replay = replay
+        self._on_events = on_events
+        self._loop = asyncio.get_running_loop()
+        self._backlog: deque[tuple[Link, Callable[[], list[Step]], int]] = deque()
+        self._draining: asyncio.Handle | None = None
+        self._publisher: Subscriber | None = None
+        self._dealer: Dealer | None = None
+        self._dialling: asyncio.Task[None] | None = None
+        self._said_malformed = False
+        sock = socket.create_server((host, port), backlog=8)  # OSError if the port is taken
+        sock.setblocking(False)
+        self._server_task = asyncio.create_task(
+            self._loop.create_server(lambda: Subscriber(self), sock=sock), name="KV events"
+        )
+        self._sock = sock
+
+    @property
+    def current(self) -> bool:
+        """Whether the index is what the engine holds now, as far as it has said."""
+        return self._order.current and self._publisher is not None and not self._backlog
+
+    def cached_tokens(
+        self, token_ids: Sequence[int], *, lora_name: str | None = None, cache_salt: str | None = None
+    ) -> int | None:
+        """`PrefixIndex.cached_tokens`, or None while the engine is not heard or something is missing."""
+        if not self.current:
+            return None
+        return self.index.cached_tokens(token_ids, lora_name=lora_name, cache_salt=cache_salt)
+
+    async def close(self) -> None:
+        self._server_task.cancel()
+        self._hang_up()
+        if self._draining is not None:
+            self._draining.cancel()
+        found = await asyncio.gather(self._server_task, return_exceptions=True)
+        if not isinstance(found[0], BaseException):
+            found[0].close()
+        self._sock.close()
+        self._backlog.clear()
+        if self._publisher is not None:
+            self._publisher.abort()
+        if self._dialling is not None:
+            await asyncio.gather(self._dialling, return_exceptions=True)
+
+    # What the links tell
+
+    def engine_connected(self, link: "Subscriber") -> None:
+        """The newest connection counts: an engine that starts again does not wait for its old one to be missed."""
+        old, self._publisher = self._publisher, link
+        if old is not None:
+            logger.warning(
+                "KV events: a second engine has connected to port %s; the first is not heard any more", self.port
+            )
+            old.abort()
+        self.queue(link, self._order.connected, 0)
+
+    def engine_gone(self, link: "Subscriber") -> None:
+        if self._publisher is link:
+            self._publisher = None
+
+    def batch(self, link: "Subscriber", message: tuple[bytes, ...]) -> None:
+        """A live message: topic, sequence number, payload."""
+        if len(message) != 3 or len(message[1]) != _SEQUENCE_BYTES:
+            self._malformed("a message that is no batch of events")
+            return
+        sequence, payload = int.from_bytes(message[1], "big"), message[2]
+        self.queue(link, lambda: self._order.live(sequence, payload), len(payload))
+
+    def replayed(self, link: "Dealer", sequence: int, payload: bytes) -> None:
+        self.queue(link, lambda: self._order.replayed(sequence, payload), len(payload))
+
+    def replay_ended(self, link: "Dealer") -> None:
+        self.queue(link, self._order.replay_ended, 0)
+
+    def replay_failed(self, link: "Dealer | None", reason: str) -> None:
+        logger.warning("KV events: no replay (%s); what the engine held before is taken as unknown", reason)
+        if link is not None:
+            self.queue(link, self._order.replay_failed, 0)
+        else:
+            self._take(self._order.replay_failed())
+
+    # What is done about it, a little in each turn of the loop
+
+    def queue(self, link: Link, decide: Callable[[], list[Step]], size_bytes: int) -> None:
+        self._backlog.append((link, decide, size_bytes))
+        self.backlog_bytes += size_bytes
+        if self.backlog_bytes > BACKLOG_BYTES_MAX:
+            self._set_reading(on=False)
+        if self._draining is None:
+            self._draining = self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._draining = None
+        deadline = time.monotonic() + SLICE_SECONDS  # the loop's own clock stands still within a turn
+        while self._backlog:
+            link, decide, size_bytes = self._backlog.popleft()
+            self.backlog_bytes -= size_bytes
+            if link in (self._publisher, self._dealer):  # the others are history
+                self._take(decide())
+            if self._backlog and time.monotonic() >= deadline:
+                self._draining = self._loop.call_soon(self._drain)
+                break
+        if self.backlog_bytes <= BACKLOG_BYTES_MAX // 2:
+            self._set_reading(on=True)
+
+    def _set_reading(self, *, on: bool) -> None:
+        for link in (self._publisher, self._dealer):
+            if link is not None:
+                link.set_reading(on=on)
+
+    def _take(self, steps: list[Step]) -> None:
+        for step in steps:
+            if isinstance(step, Apply):
+                self._apply(step.payload)
+            elif isinstance(step, Forget):
+                self._count(step.why, 1)
+                self.index.clear()
+            else:
+                self._count("replay", 1)
+                self._hang_up()
+                self._dialling = asyncio.create_task(self._dial(step.start), name="KV events replay")
+
+    def _apply(self, payload: bytes) -> None:
+        try:
+            batch = decode_batch(payload)
+        except EventsError as error:
+            self._malformed(str(error))
+            self.index.clear()  # whatever it said, we have not heard it
+            return
+        for event in batch.events:
+            self._count(_KINDS[type(event)], 1)
+            self.index.apply(event)
+        if batch.unknown:
+            self._count("unknown", batch.unknown)
+            self.index.clear()
+
+    async def _dial(self, start: int) -> None:
+        assert self._replay is not None
+        dealer = self._dealer = Dealer(self, start)
+        try:
+            await dial(dealer, *self._replay, REPLAY_CONNECT_SECONDS)
+        except Unanswered as error:
+            self._dealer = None
+            self.replay_failed(None, str(error))
+
+    def _hang_up(self) -> None:
+        """End the replay that is under way. What it has sent and is not yet followed does not count any more."""
+        if self._dialling is not None:
+            self._dialling.cancel()
+        if self._dealer is not None:
+            self._dealer.cancel()
+            self._dealer = None
+
+    def _malformed(self, what: str) -> None:
+        self._count("malformed", 1)
+        if not self._said_malformed:
+            self._said_malformed = True
+            logger.warning("KV events: %s; another vLLM version than 0.32? Said once", what)
+
+    def _count(self, kind: str, count: int) -> None:
+        self.counts[kind] += count
+        self._on_events(kind, count)
+
+
+_KINDS: Final = {BlockStored: "stored", BlockRemoved: "removed", AllBlocksCleared: "cleared"}
+
+
+class _Paused(Link):
+    _reading = True
+
+    def set_reading(self, *, on: bool) -> None:
+        if on is self._reading or self.transport is None or self.over:
+            return
+        self._reading = on
+        if on:
+            self.transport.resume_reading()
+        else:
+            self.transport.pause_reading()
+
+
+class Subscriber(_Paused):
+    """An engine's PUB socket that has connected to us."""
+
+    socket_type = zmtp.SUB
+    peers = frozenset({zmtp.PUB, b"XPUB"})
+
+    def __init__(self, events: KvEvents) -> None:
+        super().__init__(frame_bytes_max=BATCH_BYTES_MAX, parts_max=3, message_bytes_max=BATCH_BYTES_MAX)
+        self._events = events
+
+    def ready(self) -> None:
+        self.send(_SUBSCRIBE + self._events.topic)
+        self._events.engine_connected(self)
+
+    def received(self, message: tuple[bytes, ...]) -> None:
+        self._events.batch(self, message)
+
+    def ended(self, end: Unanswered) -> None:
+        self._events.engine_gone(self)
+
+
+class Dealer(_Paused):
+    """One replay: a request, then batches, then the mark of the end (kv_events.py `_service_replay`)."""
+
+    socket_type = zmtp.DEALER
+    peers = frozenset({zmtp.ROUTER})
+
+    def __init__(self, events: KvEvents, start: int) -> None:
+        super().__init__(frame_bytes_max=BATCH_BYTES_MAX, parts_max=4, message_bytes_max=BATCH_BYTES_MAX)
+        self._events = events
+        self._start = start
+        self._done = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def cancel(self) -> None:
+        """Nobody wants the rest."""
+        self._done = True
+        self.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._wait()
+        super().connection_made(transport)
+
+    def ready(self) -> None:
+        self.send(b"", self._start.to_bytes(_SEQUENCE_BYTES, "big"))
+
+    def received(self, message: tuple[bytes, ...]) -> None:
+        if len(message) != 4 or len(message[2]) != _SEQUENCE_BYTES:
+            self.fail("garbage", "an answer that is no replay")
+            return
+        if message[2] == _END:
+            self._done = True
+            self._events.replay_ended(self)
+            self.abort()
+            return
+        self._events.replayed(self, int.from_bytes(message[2], "big"), message[3])
+        self._wait()
+
+    def ended(self, end: Unanswered) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._done:
+            self._done = True
+            self._events.replay_failed(self, str(end))
+
+    def _wait(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(
+            REPLAY_SILENCE_SECONDS, self.fail, "silent", "the replay endpoint did not answer within the time"
+        )

@@ -1,0 +1,206 @@
+"""Which prompt prefixes an engine holds in its KV cache, exactly, from the events that it publishes. Pure.
+
+The engine's block hashes can't be computed here (their algorithm, their seed and a LoRA's path are the engine's own
+affair), so they are never guessed: they only name blocks. What is compared is a chain of our own over token ids,
+LoRA name, salt and media, which the events carry beside the hashes (vLLM 0.32 distributed/kv_events.py,
+v1/core/block_pool.py). Whatever can't be known is taken as not cached.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from transport.u64 import U64Map, U64Set, nonzero
+
+BLOCKS_MAX: Final = 262_144  # of 16 tokens: 4 million tokens, about 16 MB here
+LORA_NAMES_MAX: Final = 4096
+
+BlockHash = int | bytes
+"""The low 64 bits of the digest, or all of it under VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0 (kv_cache_utils.py)."""
+_Hashes = Annotated[list[BlockHash], msgspec.Meta(max_length=1_000_000)]
+_WHOLE: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+"""Kinds of KV groups (v1/kv_cache_interface.py) in which a block is found if and only if it is held."""
+
+
+class BlockStored(msgspec.Struct, tag=True, gc=False):
+    """Blocks that are now held: consecutive ones of one prompt, `block_size` tokens each."""
+
+    block_hashes: _Hashes
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    """For each block: LoRA name, `[media hash, offset]`..., salt (first block only), digest of embeddings."""
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    locality: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, gc=False):
+    """Blocks that are held no longer."""
+
+    block_hashes: _Hashes
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """Nothing is held any longer."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class PrefixIndex:
+    """One engine's (one data-parallel rank's) cache. Costs about 60 bytes a block."""
+
+    def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
+        self.blocks_max = blocks_max
+        self.block_size = 0
+        """Tokens in a block, 0 until the first event. Blocks of other sizes (partial ones) are not indexed."""
+        self.counts: Counter[str] = Counter()
+        """`stored`, `removed`: blocks. `orphaned`: stored under a parent that is not known. `foreign`: other media,
+        groups or sizes. `dropped`: beyond `blocks_max`. `cleared`: how often all was forgotten."""
+        self._own_of = U64Map()
+        """Engine hash -> own chain value."""
+        self._held = U64Set()
+        """Own chain values that are held."""
+        self._group: int | None = None
+        self._lora_ids: dict[str, int | None] = {}
+        """The adapter that a LoRA name stands for. Its path is part of the engine's hashes, but not of its events;
+        what was held for another adapter of the same name is not found any more."""
+
+    def __len__(self) -> int:
+        """Blocks that are known to be held."""
+        return len(self._held)
+
+    def clear(self) -> None:
+        """Forget all: nothing is known of the engine's cache any more."""
+        self._own_of.clear()
+        self._held.clear()
+        self.counts["cleared"] += 1
+
+    def apply(self, event: Event) -> None:
+        """Follow one event, in the order of their sequence numbers."""
+        if isinstance(event, BlockStored):
+            self._store(event)
+        elif isinstance(event, BlockRemoved):
+            if event.medium in (None, "GPU") and event.locality != "REMOTE":
+                for block_hash in event.block_hashes:
+                    self._remove(_name(block_hash, event.group_idx))
+        else:
+            self.clear()
+
+    def cached_tokens(
+        self, token_ids: Sequence[int], *, lora_name: str | None = None, cache_salt: str | None = None
+    ) -> int:
+        """How many tokens of this prompt the engine would take from its cache: whole blocks from the start, never
+        the last token (v1/core/kv_cache_manager.py `get_computed_blocks`).
+
+        `token_ids`: the prompt as the engine tokenises it, without media and embeddings: what is not in the ids
+        can't be looked up. `lora_name`: the adapter's, None for the base model. Costs about 3 us a block found.
+        """
+        size = self.block_size
+        if not size or len(token_ids) <= size:
+            return 0
+        usable = (len(token_ids) - 1) // size
+        try:
+            tokens = memoryview(array("I", token_ids[: usable * size])).cast("B")
+        except (OverflowError, TypeError):  # no token of any model
+            return 0
+        width = size * _TOKEN_BYTES
+        keys: list[Any] = []
+        if lora_name:
+            if lora_name not in self._lora_ids:
+                return 0
+            keys = [self._lora_ids[lora_name], lora_name]
+        later = _extra(keys)
+        first = _extra([*keys, cache_salt]) if cache_salt else later
+        own = 0
+        for block in range(usable):
+            extra = later if block else first
+            own = _link(own, tokens[block * width : (block + 1) * width], extra)
+            if own not in self._held:
+                return block * size
+        return usable * size
+
+    def _store(self, event: BlockStored) -> None:
+        count = len(event.block_hashes)
+        if not self._ours(event) or len(event.token_ids) != count * event.block_size:
+            self.counts["foreign"] += count
+            return
+        own = 0
+        if event.parent_block_hash is not None:
+            parent = self._own_of.get(_name(event.parent_block_hash, event.group_idx))
+            if parent is None:
+                self.counts["orphaned"] += count
+                return
+            own = parent
+        try:
+            tokens = memoryview(array("I", event.token_ids)).cast("B")
+        except OverflowError:
+            self.counts["foreign"] += count
+            return
+        width = event.block_size * _TOKEN_BYTES
+        extras = self._extras(event)
+        for block, block_hash in enumerate(event.block_hashes):
+            extra = extras[block] if block < len(extras) else b""
+            own = _link(own, tokens[block * width : (block + 1) * width], extra)
+            if len(self._held) >= self.blocks_max and own not in self._held:
+                self.counts["dropped"] += count - block
+                self.counts["stored"] += block
+                return
+            self._own_of.put(_name(block_hash, event.group_idx), own)
+            self._held.add(own)
+        self.counts["stored"] += count
+
+    def _extras(self, event: BlockStored) -> list[bytes]:
+        if event.lora_name is None:
+            return [_extra(keys) for keys in event.extra_keys or ()]
+        self._lora_ids.pop(event.lora_name, None)
+        self._lora_ids[event.lora_name] = event.lora_id
+        if len(self._lora_ids) > LORA_NAMES_MAX:
+            del self._lora_ids[next(iter(self._lora_ids))]
+        return [_extra([event.lora_id, *(keys or ())]) for keys in event.extra_keys or ()]
+
+    def _ours(self, event: BlockStored) -> bool:
+        """Whether the event is of the one group of blocks that decides about a prefix. The first one seen is it."""
+        whole = event.kv_cache_spec_kind in _WHOLE
+        if event.medium not in (None, "GPU") or event.locality == "REMOTE" or not whole or event.block_size < 1:
+            return False
+        if not self.block_size:
+            self.block_size, self._group = event.block_size, event.group_idx
+        return (event.block_size, event.group_idx) == (self.block_size, self._group)
+
+    def _remove(self, name: int) -> None:
+        # A prompt that is held twice is removed twice: from the first time on it counts as not held, because events
+        # that repeat what is held (`kv_cache_report_mode: full`, a client's choice) make counting impossible.
+        own = self._own_of.pop(name)
+        if own is not None:
+            self._held.discard(own)
+            self.counts["removed"] += 1
+
+
+_TOKEN_BYTES: Final = array("I").itemsize
+
+
+def _name(block_hash: BlockHash, group_idx: int | None) -> int:
+    """A block's name in the map. Groups share hashes; only one group is indexed, and the others must not remove."""
+    number = int.from_bytes(block_hash[-8:], "big") if isinstance(block_hash, bytes) else block_hash
+    return nonzero(number ^ (group_idx or 0) * 0x9E3779B97F4A7C15)
+
+
+def _link(parent: int, tokens: memoryview, extra: bytes) -> int:
+    """One step of the chain: SipHash with this process's secret key, 64 bits."""
+    return nonzero(hash((parent, tokens.tobytes(), extra)))
+
+
+def _extra(keys: Sequence[Any] | None) -> bytes:
+    return msgspec.msgpack.encode(keys) if keys else b""
