@@ -16,7 +16,7 @@ import yaml
 from msgspec import Meta
 
 from sidecar.connectors import CONNECTORS
-from sidecar.prefill.address import AllowList, BadAddress, parse
+from sidecar.prefill.address import AllowList, BadAddress, canonical_host, parse
 
 ENV_PREFIX = "PD_SIDECAR_"
 
@@ -295,9 +295,14 @@ def _problems(name: str, value: Any) -> list[str]:
     checks: dict[str, Callable[[str], object]] = {
         "prefill": parse,
         "prefill-allow": lambda entry: AllowList([entry]),
+        "local-side-channel": parse,
+        "model-server-host": canonical_host,
+        "host": canonical_host,
+        "metrics-host": canonical_host,
     }
     problems = []
-    for entry in value if name in checks else ():
+    entries = value if isinstance(value, list) else [value] if value else []
+    for entry in entries if name in checks else ():
         try:
             checks[name](entry)
         except BadAddress as error:

@@ -59,10 +59,10 @@ class File:
             await asyncio.sleep(LOOK_EVERY_S)
             content = await loop.run_in_executor(None, self._content)
             if content is not None and content != self._seen:
-                self._seen = content
                 self.reload("file changed")
 
     def reload(self, by: str) -> None:
+        self._seen = self._content()
         try:
             settings = self._read()
         except BadSettings as error:

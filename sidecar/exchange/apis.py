@@ -42,7 +42,9 @@ class Api:
     media_url: bytes = b""
     """What a prompt that names media by URL must contain; looked for before anything is decoded."""
     preamble: tuple[bytes, ...] = ()
-    """SSE event types that the engine sends before it has any KV, so they do not prove that the pull worked."""
+    """SSE event types that may stand before an error, so they do not prove that the pull worked."""
+    preamble_data: bytes = b""
+    """The same for APIs without event types: what such an event's data contains."""
     cached_tokens: bytes = b'"cached_tokens":'
     """Where the answer's usage names the prompt tokens that came from a cache."""
 
@@ -70,6 +72,7 @@ CHAT = Api(
     single=_ONE_SAMPLE,
     never=_NEEDS_LOCAL,
     media_url=b'_url"',
+    preamble_data=b'"delta":{"role":"assistant","content":""',
 )
 RESPONSES = Api(
     name="responses",
@@ -89,6 +92,7 @@ MESSAGES = Api(
     caps={"stream": FALSE, "max_tokens": ONE},
     drop=frozenset({"stop_sequences"}),
     media_url=b'"url"',
+    preamble=(b"message_start", b"ping", b"content_block_start"),
     cached_tokens=b'"cache_read_input_tokens":',
 )
 GENERATE = Api(

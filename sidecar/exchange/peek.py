@@ -1,7 +1,8 @@
 """Looks at the first events of an SSE stream to tell a working pull from a failed one.
 
 With `kv_load_failure_policy: fail` (its default) vLLM sends status 200 at once and, when the KV cannot be
-loaded, an error as first event. Until that event is seen the client gets nothing, so a local try stays possible.
+loaded, an error as first event, or behind one that says nothing yet (the role, `message_start`). Until that is seen
+the client gets nothing, so a local try stays possible.
 """
 
 import re
@@ -28,11 +29,12 @@ class Verdict(Enum):
 class FirstEvents:
     """Feed it the body as it arrives (chunk framing removed)."""
 
-    __slots__ = ("_buffer", "_preamble", "_skipping")
+    __slots__ = ("_buffer", "_preamble", "_preamble_data", "_skipping")
 
     def __init__(self, api: Api) -> None:
         self._buffer = bytearray()
         self._preamble = api.preamble
+        self._preamble_data = api.preamble_data
         self._skipping = False
 
     def feed(self, data: bytes) -> Verdict:
@@ -72,7 +74,7 @@ class FirstEvents:
                 data = value.strip()
         if not kind and not data:
             return Verdict.UNDECIDED  # a comment, sent to keep the connection alive
-        if kind in self._preamble:
+        if kind in self._preamble or (self._preamble_data and self._preamble_data in data):
             return Verdict.UNDECIDED
         if kind in _ERROR_EVENTS or data.replace(b" ", b"").startswith(_ERROR_DATA):
             return Verdict.ERROR

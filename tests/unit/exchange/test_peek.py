@@ -18,6 +18,7 @@ ERROR = b'data: {"error": {"message": "Internal server error", "type": "Internal
 OLD_ERROR = b'data: {"object":"error","message":"Internal server error","code":500}\n\n'
 MESSAGES_ERROR = b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"x"}}\n\n'
 MESSAGE_START = b'event: message_start\ndata: {"type":"message_start","message":{}}\n\n'
+CHAT_ROLE = b'data: {"id":"x","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 
@@ -40,7 +41,11 @@ STREAMS: list[tuple[Api, bytes, Verdict]] = [
     (CHAT, b'data: {"errors":[]}\n\n', Verdict.GOOD),
     (CHAT, b'data: {"choices":[{"delta":{"content":"{\\"error\\":1}"}}]}\n\n', Verdict.GOOD),
     (MESSAGES, MESSAGES_ERROR, Verdict.ERROR),
-    (MESSAGES, MESSAGE_START + MESSAGES_ERROR, Verdict.GOOD),
+    (MESSAGES, MESSAGE_START + MESSAGES_ERROR, Verdict.ERROR),
+    (MESSAGES, MESSAGE_START, Verdict.UNDECIDED),
+    (CHAT, CHAT_ROLE, Verdict.UNDECIDED),
+    (CHAT, CHAT_ROLE + ERROR, Verdict.ERROR),
+    (CHAT, CHAT_ROLE + CHAT_ROLE.replace(b'"content":""', b'"content":"x"'), Verdict.GOOD),
     (RESPONSES, CREATED % b"" + IN_PROGRESS + ITEM, Verdict.GOOD),
     (RESPONSES, CREATED % b"" + IN_PROGRESS + FAILED, Verdict.ERROR),
     (RESPONSES, CREATED % b"" + IN_PROGRESS + ERROR, Verdict.ERROR),
