@@ -190,6 +190,19 @@ def mute(backlog: int = 8) -> Iterator[Endpoint]:
 
 
 @contextlib.contextmanager
+def black_hole() -> Iterator[Endpoint]:
+    """An address where no connection is made, nor refused: its queue is full, so the kernel drops packets."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server((LOCALHOST, 0), backlog=0))
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(server.getsockname())
+        time.sleep(0.05)
+        yield Endpoint(LOCALHOST, server.getsockname()[1])
+
+
+@contextlib.contextmanager
 def speaking(*lines: bytes) -> Iterator[Endpoint]:
     """A peer that says the same to everyone who connects, whatever it hears, and then keeps the connection."""
     stop = threading.Event()

@@ -15,6 +15,7 @@ from tests.integration.transport.peers import (
     Listener,
     ask,
     asked,
+    black_hole,
     descriptors,
     mute,
     pack,
@@ -137,6 +138,7 @@ def test_a_frozen_engine_is_given_up_after_a_fifth_of_a_second_whatever_is_remem
 
 
 PEERS: list[tuple[str, Callable[[], AbstractContextManager[Endpoint]]]] = [
+    ("silent", black_hole),
     ("silent", mute),
     ("malformed", lambda: speaking(b"HTTP/1.1 400 Bad Request\r\n\r\n")),
     ("malformed", lambda: speaking(READY, b"\x02" + (100 * 2**20).to_bytes(8, "big"))),

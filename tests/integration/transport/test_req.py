@@ -10,6 +10,7 @@ import pytest
 from tests.integration.transport.peers import (
     LOCALHOST,
     Listener,
+    black_hole,
     descriptors,
     mute,
     run,
@@ -56,6 +57,7 @@ def test_a_real_router_answers_several_questions_on_one_connection() -> None:
 
 PEERS: list[tuple[str, Callable[[], AbstractContextManager[Endpoint]]]] = [
     ("refused", lambda: nullcontext(Endpoint(LOCALHOST, unused_port()))),
+    ("silent", black_hole),
     ("silent", mute),
     ("silent", lambda: speaking(READY[:40])),
     ("silent", lambda: speaking(zmtp.GREETING)),
