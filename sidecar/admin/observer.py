@@ -103,6 +103,12 @@ class Observer:
                 Gauge("recompute_inflight", "Recomputes that hold budget", (), lambda: [((), budget.in_flight)]),
                 Gauge("breaker_state", "0 closed, 1 half open, 2 open", ("prefill",), self._read_breakers),
                 Gauge(
+                    "prefill_blocked",
+                    "1 for an endpoint from which nothing can be pulled at present",
+                    ("prefill", "reason"),
+                    self._read_blocked,
+                ),
+                Gauge(
                     "effective",
                     "0 when remote prefills are paid for and bring no KV",
                     (),
@@ -128,6 +134,9 @@ class Observer:
     def warmed_up(self, outcome: str) -> None:
         """A warm-up of a pair ended."""
         self.warmups.add((outcome,))
+
+    def _read_blocked(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        return [((endpoint.label, endpoint.blocked), 1.0) for endpoint in self._endpoints if endpoint.blocked]
 
     # -- sidecar.edge.service.Observer --
 

@@ -1,5 +1,6 @@
 """The decision for one request: guards in a fixed order, the first that matches wins. No I/O, microseconds."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -50,6 +51,14 @@ PATH = Decision(Kind.LOCAL, "path")
 NO_TARGET = Decision(Kind.LOCAL, "no_target")
 
 
+def _unusable(candidates: Sequence[Endpoint], tokens: int, is_short: bool) -> Decision:
+    """None of the candidates can be used. A pair that never fitted is no fallback."""
+    why = ", ".join(sorted({endpoint.blocked or "breaker open" for endpoint in candidates}))
+    if all(endpoint.blocked == "incompatible" for endpoint in candidates):
+        return Decision(Kind.LOCAL, "incompatible", estimated_tokens=tokens)
+    return Decision(Kind.LOCAL, "no_usable_prefill", why, tokens, budgeted=not is_short)
+
+
 def decide(
     mode: Mode,
     splits: bool,
@@ -78,7 +87,7 @@ def decide(
     tokens = estimated_tokens(api, members)
     is_short = mode is Mode.AUTO and tokens < min_remote_tokens
     if not endpoints.any_usable(candidates):
-        return Decision(Kind.LOCAL, "no_usable_prefill", estimated_tokens=tokens, budgeted=not is_short)
+        return _unusable(candidates, tokens, is_short)
     if mode is Mode.ON:
         reason = "on"
     elif is_short:

@@ -183,7 +183,9 @@ class Exchange:
         """The request is read and decided on."""
         decision = self.decision
         if decision.kind is Kind.REFUSED:
-            return self.fault(decision.reason, decision.detail)
+            command = self.fault(decision.reason, decision.detail)
+            self.reason = decision.reason
+            return command
         if decision.kind is Kind.REMOTE:
             self.stage = Stage.PREFILL
             return self._next_prefill() or self.fault("none_usable")

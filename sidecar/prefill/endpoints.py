@@ -38,6 +38,8 @@ class Endpoint:
     """IP address that last answered here; what a handoff may name besides the configured host."""
     side_channels: dict[SideChannel, bool] = field(default_factory=dict)
     """Side channels of the engines behind the address; whether a handoff has named them (else the usual port)."""
+    forgotten: bool = False
+    """It made room for others; requests that still hold it are its last."""
     blocked: str = ""
     """Why nothing can be pulled from here at present: `incompatible` or `side_channel_dead`."""
 
@@ -125,6 +127,7 @@ class Endpoints:
             for old in list(self._known.values()):
                 if not old.configured and not old.in_flight:
                     del self._known[old.address]
+                    old.forgotten = True
                     self._forgotten(old)
                     break
         endpoint = self._known[address] = Endpoint(address, configured=False)

@@ -31,7 +31,8 @@ class Gate:
         self._background = background
         self._usual_port = usual_port
         self._channels: SideChannels | None = None
-        self._endpoints: dict[SideChannel, Endpoint] = {}
+        self._endpoints: dict[SideChannel, dict[Endpoint, None]] = {}
+        """Who is behind a side channel; two engines of one host share the usual port as long as it is a guess."""
 
     def attach(self, channels: SideChannels) -> None:
         """The channels report to `state_changed`, so they are made after the gate."""
@@ -48,6 +49,9 @@ class Gate:
     def admit(self, endpoint: Endpoint, handoff: Handoff, admitted: Admitted) -> None:
         """Calls `admitted` with the handoff as the local engine may have it, or with why it may not: at once where
         the side channel's state is known, else after one question (1 ms, or the time limit if it is silent)."""
+        if endpoint.forgotten:
+            admitted(Rejection("side_channel_dead", "the endpoint has made room for others meanwhile"))
+            return
         side = SideChannel(handoff.host, handoff.port)
         self._watch(endpoint, side, certain=True)
         assert self._channels is not None
@@ -61,10 +65,15 @@ class Gate:
 
     async def _ask(self, side: SideChannel, handoff: Handoff, admitted: Admitted) -> None:
         assert self._channels is not None
-        where = await self._channels.relay_address(
-            side, engine_id=handoff.engine_id, tp_size=handoff.tp_size, pp_size=handoff.pp_size
-        )
-        admitted(_result(handoff, where))
+        try:
+            where = await self._channels.relay_address(
+                side, engine_id=handoff.engine_id, tp_size=handoff.tp_size, pp_size=handoff.pp_size
+            )
+            result = _result(handoff, where)
+        except Exception as error:  # whatever it was, a request waits for the answer
+            _log.exception("asking side channel %s", side)
+            result = Rejection("side_channel_dead", f"asking it failed: {type(error).__name__}")
+        admitted(result)
 
     def is_undecided(self, endpoint: Endpoint) -> bool:
         """Whether nothing at all has been heard of the endpoint's side channels yet, good or bad."""
@@ -81,9 +90,10 @@ class Gate:
     # -- what the side channels report --
 
     def state_changed(self, side: SideChannel, state: State) -> None:
-        endpoint = self._endpoints.get(side)
-        if endpoint is None:
-            return
+        for endpoint in list(self._endpoints.get(side, ())):
+            self._tell(endpoint, side, state)
+
+    def _tell(self, endpoint: Endpoint, side: SideChannel, state: State) -> None:
         certain = endpoint.side_channels.get(side, False)
         if isinstance(state, Known) and state.description.geometry is not None:
             geometry = state.description.geometry
@@ -131,10 +141,13 @@ class Gate:
         if certain and known is None:
             self._make_room(endpoint)
         endpoint.side_channels[side] = certain
-        self._endpoints[side] = endpoint
-        if known is None:
-            assert self._channels is not None
+        assert self._channels is not None
+        sharers = self._endpoints.setdefault(side, {})
+        if not sharers:
             self._channels.add(side)
+        sharers[endpoint] = None
+        if known is None:
+            self._tell(endpoint, side, self._channels.state(side))
 
     def _make_room(self, endpoint: Endpoint) -> None:
         """A certain port replaces the guess, and the oldest of too many."""
@@ -144,8 +157,14 @@ class Gate:
 
     def _drop(self, endpoint: Endpoint, side: SideChannel) -> None:
         endpoint.side_channels.pop(side, None)
-        if self._endpoints.pop(side, None) is not None and self._channels is not None:
-            self._channels.remove(side)
+        sharers = self._endpoints.get(side)
+        if sharers is None:
+            return
+        sharers.pop(endpoint, None)
+        if not sharers:
+            del self._endpoints[side]
+            if self._channels is not None:
+                self._channels.remove(side)
 
 
 def _result(handoff: Handoff, where: Address | Away | Incompatible) -> Handoff | Rejection:

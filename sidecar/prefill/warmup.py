@@ -87,6 +87,9 @@ class WarmUp:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             outcome = "prefill_failed"
             _log.debug("warm-up of %s: %s", endpoint.label, type(error).__name__)
+        except Exception:  # the others are still to be warmed up
+            outcome = "prefill_failed"
+            _log.exception("warm-up of %s", endpoint.label)
         attempts, _ = self._attempts.pop(engine_id, (0, 0.0))
         self._attempts[engine_id] = (MAX_ATTEMPTS if outcome == "warm" else attempts + 1, time.monotonic())
         while len(self._attempts) > MAX_REMEMBERED:

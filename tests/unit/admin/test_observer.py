@@ -199,7 +199,7 @@ def test_decisions_are_the_last_ones_newest_first(world: Watched) -> None:
     records = world.observer.decisions()
     assert len(records) == DECISIONS_KEPT
     assert records[0]["api"] == "messages"
-    assert (records[0]["status"], records[0]["reason"]) == (403, "reading_not_allowed")
+    assert (records[0]["status"], records[0]["reason"]) == (403, "not_allowed")
     json.dumps(records)
 
 

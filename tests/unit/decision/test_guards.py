@@ -155,7 +155,13 @@ def test_one_usable_endpoint_is_enough() -> None:
 def test_blocked_endpoint_is_not_usable(world: World) -> None:
     for endpoint in world.endpoints:
         endpoint.blocked = "incompatible"
-    assert outcome(world.decide()) == ("local", "no_usable_prefill")
+    decision = world.decide()
+    assert outcome(decision) == ("local", "incompatible")
+    assert not decision.budgeted, "what never fitted is no fallback"
+    endpoint.blocked = "side_channel_dead"
+    decision = world.decide()
+    assert outcome(decision) == ("local", "no_usable_prefill")
+    assert decision.budgeted
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,8 @@ def _check(row: Row, command: Command | None, play: Play, *, recompute: bool) ->
             assert isinstance(command, Answer)
             assert command.row is row
             assert exchange.what is Kind.REFUSED
-            assert exchange.reason == row.reason
+            # A refusal of the guards keeps the name that the guard gave it.
+            assert exchange.reason == (row.fault if row.stage is Stage.READING else row.reason)
         case Then.RELAY:
             assert command == RELAY
         case Then.NEXT:

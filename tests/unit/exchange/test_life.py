@@ -82,7 +82,7 @@ def test_decode_leg_carries_the_checked_handoff(world: World) -> None:
 def test_refused_by_the_guards(world: World) -> None:
     play = world.refused("not_allowed", "10.9.9.9:80")
     assert play >> start << Answer(TABLE[Stage.READING, "not_allowed"], "10.9.9.9:80")
-    assert play.exchange.summary() == "refused; reason=reading_not_allowed"
+    assert play.exchange.summary() == "refused; reason=not_allowed"
 
 
 def test_handoff_without_blocks_is_decoded_without_it(world: World) -> None:
@@ -563,3 +563,21 @@ def test_prompt_of_another_length_is_another_prompt(
     if not passes:
         assert play.exchange.reason == "handoff_invalid"
         assert world.a.breaker._failures == 1
+
+
+def test_blocks_are_counted_again_when_the_side_channel_has_told_more(world: World) -> None:
+    """Until then the local engine's block size had to do."""
+    world.a.facts = EngineFacts()
+    play = world.remote() >> start << Prefill(world.a) >> prefilled(block_size=16) << Check
+    world.a.facts = EngineFacts(block_size=32, engine_id="told by the side channel")
+    assert play >> checked() << LOCAL
+    assert play.exchange.reason == "handoff_invalid"
+    assert play.exchange.handoff_outcomes == ["invalid"]
+    assert world.sent == []
+
+
+def test_misfit_of_a_client_that_left_is_not_given_back(world: World) -> None:
+    world.a.facts = EngineFacts()
+    play = world.remote() >> start << Prefill(world.a) >> prefilled(block_size=16) << Check >> left << WAIT
+    world.a.facts = EngineFacts(block_size=32)
+    assert play >> checked() << CLOSE
