@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -10,6 +11,7 @@ import os
 import resource
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from e2e.bench.install import WHEELS, cache_folder, install
 from e2e.bench.measure import Bench, Pace, Result, run_case
 from e2e.bench.plots import all_plots
 from e2e.bench.profiling import profile
-from e2e.bench.proxies import SPECS, add_baseline
+from e2e.bench.proxies import SPECS, add_baseline, use_python
 from e2e.bench.rig import RigError
 
 _DOCS = Path(__file__).parents[2] / "docs" / "bench"
@@ -36,6 +38,7 @@ def _flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--baseline", metavar="REVISION|FOLDER", help="also measure the sidecar of another revision, as `baseline`"
     )
+    parser.add_argument("--python", metavar="PATH", help="interpreter of the sidecar (same version as this one)")
     parser.add_argument("--rounds", type=int, help="alternating rounds of each case")
     parser.add_argument("--seconds", type=float, help="length of one measured window")
     parser.add_argument("--nice", type=int, default=0, help="niceness of proxies and rig; below 0 needs root")
@@ -64,6 +67,14 @@ def _say(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def _baseline(where: str | None) -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="pd-sidecar-baseline-") as folder:
+        if where:
+            add_baseline(where, Path(folder))
+        yield
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; 0 unless it could not run at all."""
     flags = _flags(arguments)
@@ -80,14 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     pace = dataclasses.replace(pace, rounds=flags.rounds or pace.rounds, window_s=flags.seconds or pace.window_s)
     proxy_core, rig_core = _cores()
     names = flags.proxy or list(_QUICK_PROXIES if flags.quick else SPECS)
-    unpacked = tempfile.TemporaryDirectory(prefix="pd-sidecar-baseline-")
-    if flags.baseline:
-        try:
-            add_baseline(flags.baseline, Path(unpacked.name))
-        except ValueError as error:
-            _say(str(error))
-            return 2
-        names.append("baseline")
+    if flags.python:
+        use_python(flags.python)
     cases = [
         case
         for case in CASES.values()
@@ -100,22 +105,27 @@ def main(arguments: list[str] | None = None) -> int:
     absent = {name: peers.absent[peer] for name in names if (peer := SPECS[name].peer) in peers.absent}
     names = [name for name in names if name not in absent]
     try:
-        with Bench(cache_folder(), proxy_core, rig_core, peers.binaries, flags.nice) as bench:
+        with (
+            _baseline(flags.baseline),
+            Bench(cache_folder(), proxy_core, rig_core, peers.binaries, flags.nice) as bench,
+        ):
             if flags.profile:
                 case = CASES[flags.case[0]] if flags.case else CASES["body-1k"]
                 return profile(
                     bench, case, flags.profile, peers, (flags.proxy or ["sidecar"])[0], flags.seconds or 5
                 )
-            described = machine.describe(peers.binaries, WHEELS, proxy_core, rig_core)
+            described = machine.describe(
+                peers.binaries, WHEELS, proxy_core, rig_core, flags.python or sys.executable
+            )
             started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-            names = bench.start_all(names)
+            names = bench.start_all([*names, "baseline"] if flags.baseline else names)
             absent |= bench.failed
             for name, reason in absent.items():
                 _say(f"{name} is not measured: {reason}")
             results: dict[str, Result] = {}
             for case in cases:
                 results[case.name] = run_case(bench, case, names, pace, _say)
-    except RigError as error:
+    except (RigError, ValueError) as error:
         _say(str(error))
         return 1
 

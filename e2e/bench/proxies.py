@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,10 +52,14 @@ class Spec:
     folder: Path | None = None  # working directory; `python -m sidecar` takes the package that it finds there
 
 
+# Which interpreter runs the sidecar; its build decides much of the sidecar's CPU (use_python).
+_interpreter = [sys.executable]
+
+
 def _sidecar(*extra: str) -> Callable[[Place, Path], list[str]]:
     def command(place: Place, _: Path) -> list[str]:
         return [
-            *(sys.executable, "-m", "sidecar", "serve"),
+            *(_interpreter[0], "-m", "sidecar", "serve"),
             *("--port", str(place.port), "--metrics-port", str(place.admin_port)),
             *("--model-server-port", str(place.decode_port)),
             *("--prefill", f"127.0.0.1:{place.prefill_port}", "--min-remote-tokens", "0"),
@@ -198,6 +203,15 @@ def pin(core: int, priority: int) -> None:
     os.sched_setaffinity(0, {core})
     if priority:
         os.setpriority(os.PRIO_PROCESS, 0, priority)
+
+
+def use_python(interpreter: str) -> None:
+    """Run the sidecar under another interpreter of the same version, with the packages of this one."""
+    packages = sysconfig.get_path("purelib")
+    _interpreter[0] = interpreter
+    for name, spec in SPECS.items():
+        if spec.peer is None:
+            SPECS[name] = dataclasses.replace(spec, environment={"PYTHONPATH": packages})
 
 
 def add_baseline(where: str, folder: Path) -> None:
