@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_SECONDS: Final = 1.0  # a healthy listener answers in about 1 ms
 LIVE_TIMEOUT_SECONDS: Final = 0.2  # a relayed handshake or a probe: a user's request waits for it
+SILENCE_SECONDS: Final = 1.0  # until the watching task has found out for itself
 REFRESH_SECONDS: Final = 5.0
 BACKOFF_FIRST_SECONDS: Final = 0.1
 BACKOFF_MAX_SECONDS: Final = 10.0
@@ -161,6 +162,11 @@ class Channel:
         self.asked = asyncio.Event()
         """Set once the first attempt is over, whatever came of it."""
         self.probe: asyncio.Task[Fetched | None] | None = None
+        self._silent_until = 0.0
+
+    def heard(self) -> None:
+        """It answers."""
+        self._silent_until = 0.0
 
     def covers(self, rank: Rank) -> bool:
         """Whether this rank may be asked for: (0, 0) always, others once the size is known."""
@@ -177,8 +183,20 @@ class Channel:
         """A rank's reply over a fresh connection, as it came. Raises Unanswered, HandshakeError or Changed.
 
         A rank beyond the first is asked for on the connection on which the first has just shown that the engine is
-        still the one whose size is known.
+        still the one whose size is known. Silence is remembered for a moment: the decode engine has one thread for
+        all handshakes, and all that ask for a frozen engine would wait one after the other.
         """
+        if time.monotonic() < self._silent_until:
+            raise Unanswered("silent", "it did not answer a moment ago")
+        try:
+            return await self._live(rank, timeout_seconds)
+        except Unanswered as error:
+            if error.kind == "silent":
+                self._silent_until = time.monotonic() + SILENCE_SECONDS
+            self.wake.set()
+            raise
+
+    async def _live(self, rank: Rank, timeout_seconds: float) -> tuple[bytes, bytes]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         req = await Req.connect(
@@ -375,6 +393,7 @@ class Prober:
             reused = engine is not None and engine_id is not None and engine.description.engine_id == engine_id
             self._forget(channel)
             engine = channel.engine = Engine(first.digest, channel.configured, reused)
+        channel.heard()
         self._remember(engine, FIRST, first)
         return engine
 
