@@ -128,6 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (RigError, ValueError) as error:
         _say(str(error))
         return 1
+    except KeyboardInterrupt:  # everything that was started has been ended on the way here
+        return 130
 
     settings: dict[str, Any] = {
         "started": started,
