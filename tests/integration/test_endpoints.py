@@ -268,10 +268,11 @@ def test_prefill_killed_under_streams(rigged: Callable[..., Rig]) -> None:
         prefill={"prefill_seconds_per_1k_tokens": 0.5},
         decode={"seconds_per_token": 0.01},
     )
+    assert rig.chat().decision.startswith("remote")
     bodies = [completion(100 + 30 * number, stream=True) for number in range(20)]
     with ThreadPoolExecutor(20) as pool:
         futures = [pool.submit(rig.post, COMPLETIONS, body) for body in bodies]
-        rig.prefill.wait_for(lambda engine: engine.running <= 12 and asked(rig.prefill) == 20)
+        rig.prefill.wait_for(lambda engine: engine.running <= 12 and asked(rig.prefill) == 21)
         rig.prefill.kill()
         answers = [future.result(10) for future in futures]
     assert {answer.status for answer in answers} == {200}
