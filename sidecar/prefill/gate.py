@@ -115,7 +115,7 @@ class Gate:
             )
         elif was and not endpoint.blocked:
             _log.info("prefill endpoint %s: used again, its side channel answers", endpoint.label)
-        elif isinstance(state, Away) and certain:
+        elif isinstance(state, Away) and certain and state is not NOT_ASKED:
             _log.warning("prefill endpoint %s: side channel %s: %s", endpoint.label, side, state.detail)
 
     def _blocked(self, endpoint: Endpoint) -> str:
@@ -126,7 +126,7 @@ class Gate:
             state = self._channels.state(side)
             if isinstance(state, Incompatible):
                 problems.append("incompatible")
-            elif isinstance(state, Away) and certain:
+            elif isinstance(state, Away) and certain and state is not NOT_ASKED:  # unasked is unknown, not dead
                 problems.append("side_channel_dead")
             elif isinstance(state, Known):
                 return ""
