@@ -275,6 +275,7 @@ BAD_FLAGS: list[tuple[list[str], str]] = [
     (["--prefill", "a:1", "--prefill", "127.1:80"], "127.1"),
     (["--prefill-allow", "10.0.0.1/8"], "10.0.0.1/8"),
     (["--prefill-allow", "all"], "all"),
+    (["--local-side-channel", "nonsense"], "HOST:PORT"),
     # What only together is impossible
     (["--metrics-port", "8000"], "--metrics-port 8000"),
     (["--data-parallel-size", "2", "--metrics-port", "8001"], "--metrics-port 8001"),

@@ -54,9 +54,7 @@ def watched(world: World, told: Callable[[], Coroutine[Any, Any, None]]) -> None
 
 async def looked() -> None:
     """The file has been looked at again."""
-    for _ in range(2):
-        await asyncio.sleep(LOOK_EVERY_S + 0.1)
-        await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+    await asyncio.sleep(LOOK_EVERY_S + 0.1)
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------
@@ -165,3 +163,18 @@ def test_only_the_switch_is_taken_over(world: World, caplog: pytest.LogCaptureFi
     assert [record.getMessage() for record in caplog.records] == [
         "SIGHUP: --port, --log-level change with a restart only"
     ]
+
+
+def test_the_last_word_counts(world: World) -> None:
+    async def told() -> None:
+        world.path.write_text("disagg: off\n")
+        world.file.reload("SIGHUP")
+        assert world.mode == "off"
+        world.switch.turn("on", "PUT /disagg")
+        await looked()
+        assert world.mode == "on", "the file was read before"
+        world.path.write_text("disagg: off\n# again\n")
+        await looked()
+        assert world.mode == "off"
+
+    watched(world, told)

@@ -581,3 +581,84 @@ def test_misfit_of_a_client_that_left_is_not_given_back(world: World) -> None:
     play = world.remote() >> start << Prefill(world.a) >> prefilled(block_size=16) << Check >> left << WAIT
     world.a.facts = EngineFacts(block_size=32)
     assert play >> checked() << CLOSE
+
+
+def test_every_handoff_is_checked_anew(world: World) -> None:
+    play = handed_over(world) >> wait(30) << None >> connected << Prefill(world.b) >> prefilled() << Check
+    assert play >> left << WAIT
+
+
+def test_handoff_without_blocks_counts_as_used(world: World) -> None:
+    body = answer(params(remote_block_ids=[[]]), prompt_tokens=5)
+    play = world.remote() >> start << Prefill(world.a) >> prefilled(body=body) << LOCAL
+    assert play.exchange.handoff_outcomes == ["used"]
+    assert play
+
+
+def test_local_block_size_is_good_enough_for_both_checks(world: World) -> None:
+    world.a.facts = EngineFacts()
+    play = world.remote() >> start << Prefill(world.a) >> prefilled(block_size=16) << Check >> checked() << Decode
+    assert play >> connected << None >> sent << None >> decoded() << RELAY
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 302])
+def test_only_endpoint_that_has_answered_is_not_asked_again(world: World, status: int) -> None:
+    assert world.remote(world.a) >> start << Prefill(world.a) >> prefilled(status, b"") << LOCAL
+
+
+def test_only_endpoint_is_asked_again_after_a_reset(world: World) -> None:
+    """The connection may have been the trouble, not the engine; but no more often than allowed (case 32)."""
+    play = world.remote(world.a) >> start << Prefill(world.a) >> fault("reset") << Prefill(world.a)
+    assert play >> fault("reset") << LOCAL
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        lambda p: p >> fault("reset"),
+        lambda p: p >> fault("peer_silent"),
+        lambda p: p >> decoded(500),
+        lambda p: p >> decoded(stream=True) << PEEK >> first_event(error=True),
+    ],
+)
+def test_failed_pulls_show_in_effective(world: World, failure: Callable[[Play], Play]) -> None:
+    """Case 12: no KV moved, whatever the prefill side says."""
+    for _ in range(5):
+        assert world.endpoints.effective
+        world.a.breaker.succeeded()
+        play = failure(pulling(world, world.a)) << LOCAL
+        play.open().exchange.close()
+    assert not world.endpoints.effective
+
+
+VERDICTS: dict[str, Callable[[World, Play], Play]] = {
+    "failed": lambda w, p: p >> prefilled(500, b"") << Prefill(w.b),
+    "no handoff": lambda _, p: p >> prefilled(body=answer(...)) << LOCAL,
+    "pulled": lambda _, p: (
+        p >> prefilled() << Check >> checked() << Decode >> connected << None >> sent << None >> decoded() << RELAY
+    ),
+    "short": lambda _, p: p >> prefilled(body=answer(params(remote_block_ids=[[]]), prompt_tokens=5)) << LOCAL,
+    "left": lambda _, p: p >> left << CLOSE,
+    "another endpoint": lambda w, p: p >> prefilled(429, b"") << Prefill(w.b),
+}
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+@pytest.mark.parametrize("closed_before", [True, False])
+def test_trial_that_is_over_does_not_end_the_next_one(world: World, verdict: str, closed_before: bool) -> None:
+    world.broken(world.a)
+    world.clock += 60
+    first = world.remote() >> start << Prefill(world.a)
+    first = VERDICTS[verdict](world, first).open()
+    if closed_before:
+        first.exchange.close()
+    elif verdict == "left":
+        return  # the trial goes on until the request is closed
+    if world.a.breaker.state is not State.OPEN:
+        world.a.breaker.succeeded()
+        world.broken(world.a)
+    world.clock += 60
+    second = (world.remote(world.a) >> start << Prefill(world.a)).open()
+    first.exchange.close()
+    assert not world.a.breaker.admits(world.clock), "a third request is let in beside the trial"
+    assert second >> left << CLOSE
