@@ -146,8 +146,7 @@ class Gate:
         if not sharers:
             self._channels.add(side)
         sharers[endpoint] = None
-        if known is None:
-            self._tell(endpoint, side, self._channels.state(side))
+        self._tell(endpoint, side, self._channels.state(side))  # what is known may mean more now
 
     def _make_room(self, endpoint: Endpoint) -> None:
         """A certain port replaces the guess, and the oldest of too many."""
