@@ -116,7 +116,7 @@ def serve(prefill: Engine, decode: Engine, folder: Path) -> Iterator[Sidecar]:
         "--disagg": "off",
     }
     command = [sys.executable, "-m", "sidecar", "serve", *(str(part) for pair in flags.items() for part in pair)]
-    # The rig's own PD_SIDECAR_ variables (the cache and so on) are no settings of the sidecar.
+    # What is set in this shell for a sidecar of the user's is not meant for the demo's.
     env = {name: value for name, value in os.environ.items() if not name.startswith("PD_SIDECAR_")}
     log_path = folder / "sidecar.log"
     with log_path.open("wb") as log:

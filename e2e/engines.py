@@ -380,7 +380,7 @@ class Engine:
 class Rig:
     """Prefill and decode engines that belong together.
 
-    model                `tiny`, `smollm2`, or a folder; PD_SIDECAR_MODEL overrides it
+    model                `tiny`, `smollm2`, or a folder; PD_E2E_MODEL overrides it
     prefill, decode      how many engines of each
     pin                  each engine on one core: prefill on the first half of the cores, decode on the other
     block_size           tokens in a KV block
@@ -412,7 +412,7 @@ class Rig:
         decode_flags: Sequence[str] = (),
         extra_env: Mapping[str, str] | None = None,
     ) -> None:
-        self.model = os.environ.get("PD_SIDECAR_MODEL") or model
+        self.model = os.environ.get("PD_E2E_MODEL") or model
         self.model_name = Path(self.model).name  # what requests say in "model"
         self.block_size = block_size
         self._kv_cache_bytes = kv_cache_bytes

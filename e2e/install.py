@@ -3,9 +3,9 @@
 Run by the project's own Python, standard library only. It knows nothing about models or engines, and no
 registry by name: packages come from wherever `pip` is configured to look.
 
-    PD_SIDECAR_CACHE          where everything goes (default: pd-sidecar in $XDG_CACHE_HOME or ~/.cache)
-    PD_SIDECAR_ENGINE_PYTHON  the Python 3.11 to build with (default: the first one found)
-    PD_SIDECAR_TORCH_INDEX    an extra package index for torch. Without a CPU build in reach pip takes the
+    PD_E2E_CACHE          where everything goes (default: pd-sidecar in $XDG_CACHE_HOME or ~/.cache)
+    PD_E2E_ENGINE_PYTHON  the Python 3.11 to build with (default: the first one found)
+    PD_E2E_TORCH_INDEX    an extra package index for torch. Without a CPU build in reach pip takes the
                               CUDA one, which works too and is some gigabytes larger
     VLLM_PYTHON               the Python of a vLLM of your own; then nothing is installed
 """
@@ -38,7 +38,7 @@ class InstallError(RuntimeError):
 
 def cache_root() -> Path:
     """The one folder that this rig writes to, apart from logs of a running rig."""
-    if own := os.environ.get("PD_SIDECAR_CACHE"):
+    if own := os.environ.get("PD_E2E_CACHE"):
         return Path(own).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser().absolute() / "pd-sidecar"
@@ -85,7 +85,7 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
 def find_python() -> Path:
     """A Python of the locked version that can make virtual environments."""
     wanted = ".".join(map(str, PYTHON_VERSION))
-    if named := os.environ.get("PD_SIDECAR_ENGINE_PYTHON"):
+    if named := os.environ.get("PD_E2E_ENGINE_PYTHON"):
         candidates = [named]
     else:
         own = getattr(sys, "_base_executable", sys.executable)  # outside of the virtual environment we run in
@@ -104,7 +104,7 @@ def find_python() -> Path:
     raise InstallError(
         f"install: no usable Python {wanted} (with venv and ensurepip) among "
         f"{', '.join(dict.fromkeys(candidates))}. "
-        f"Install python{wanted} and its venv module, or name one in PD_SIDECAR_ENGINE_PYTHON"
+        f"Install python{wanted} and its venv module, or name one in PD_E2E_ENGINE_PYTHON"
     )
 
 
@@ -155,7 +155,7 @@ def _build(target: Path) -> None:
     constraints = target / "constraints.txt"
     pins = [line.removesuffix("\\") for line in rest.splitlines() if re.match(r"\S+==", line)]
     constraints.write_text("\n".join(pins))
-    index = os.environ.get("PD_SIDECAR_TORCH_INDEX")
+    index = os.environ.get("PD_E2E_TORCH_INDEX")
     extra = ["--extra-index-url", index] if index else []
     python = str(target / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
@@ -173,7 +173,7 @@ def _build(target: Path) -> None:
     if list(target.glob("lib/python*/site-packages/nvidia")):
         say(
             f"  note: this torch ({build}) is a CUDA build; it works on a CPU too. To save space name an "
-            "index with CPU builds in PD_SIDECAR_TORCH_INDEX and delete that folder"
+            "index with CPU builds in PD_E2E_TORCH_INDEX and delete that folder"
         )
     say(f"  installed in {time.monotonic() - started:.0f} s")
 
@@ -190,7 +190,7 @@ def _run(command: list[str], target: Path) -> str:
         raise InstallError(
             f"install: step failed with exit code {done.returncode}: {' '.join(command)}\n{tail}\n"
             f"Nothing half-built is used; the next run starts again in {target}. If a package was not found, "
-            "see `pip config list` (index, proxy) and PD_SIDECAR_TORCH_INDEX in e2e/README.md"
+            "see `pip config list` (index, proxy) and PD_E2E_TORCH_INDEX in e2e/README.md"
         )
     return done.stdout
 
