@@ -14,16 +14,18 @@ import random
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from e2e.engines import HOST, Engine, Rig
-from tests.integration.client import Answer, Client
+from tests.integration.client import Answer, Client, Cut
 from tests.integration.sidecar import CANARY, Sidecar
 from tests.integration.sidecar import eventually as eventually_within
 
@@ -49,7 +51,7 @@ def prompt(tokens: int) -> str:
     number = next(_numbers)
     draw = random.Random(number)
     words = [CANARY, f"{draw.getrandbits(32):x}", str(number)]
-    return " ".join([*words, *draw.choices(_WORDS, k=max(1, tokens - 20))])
+    return " ".join([*words, *draw.choices(_WORDS, k=max(1, tokens * 3 // 4 - 20))])
 
 
 def token_ids(count: int) -> list[int]:
@@ -138,10 +140,82 @@ def prompt_tokens(answer: Answer) -> int:
     return tokens
 
 
-def together(*calls: Callable[[], Any]) -> list[Future[Any]]:
-    """All calls at once, each in a thread; returns when the last has ended."""
+class Questions:
+    """Prompts whose local text is asked for once. Each time they are asked a salt of its own makes them new to
+    every cache, so the same few texts serve for any number of requests."""
+
+    def __init__(self, decode: Engine, tokens: int = 300, generate: int = TOKENS) -> None:
+        apis = (COMPLETIONS, CHAT, GENERATE, RESPONSES)
+        self._bodies = {api: request_body(api, prompt_for(api, tokens), generate) for api in apis}
+        texts = together([partial(local_text, decode, api, body) for api, body in self._bodies.items()])
+        self._texts: dict[Api, str] = dict(zip(apis, texts, strict=True))
+        self._turns = itertools.cycle([(api, streamed) for streamed in (False, True) for api in apis])
+        self._lock = threading.Lock()
+
+    def next(self, *, streamed: bool | None = None) -> Question:
+        """Another API or way to answer at every turn."""
+        with self._lock:
+            api, turn = next(self._turns)
+            salt = f"question {next(_numbers)}"
+        streamed = turn if streamed is None else streamed
+        return Question(api, {**self._bodies[api], "stream": streamed, "cache_salt": salt}, self._texts[api])
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request and the text that must come."""
+
+    api: Api
+    body: dict[str, Any]
+    text: str
+
+    def ask(self, where: Sidecar | Engine, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+        """The right answer, or an AssertionError."""
+        answer = ask(where, self.api, self.body, timeout_s)
+        assert text_of(answer) == self.text, (self.api, self.body["stream"], answer.decision)
+        return answer
+
+    def ask_for_better_or_worse(self, sidecar: Sidecar, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+        """The whole right answer, or an error that cannot be taken for one; AssertionError for anything else."""
+        answer = ask_or_cut(sidecar, self.api, self.body, timeout_s)
+        if isinstance(answer, Cut):
+            assert reason_of_cut(answer), (answer.answer.body[-300:], sidecar.log)
+            return answer.answer
+        if answer.status == 200:
+            assert text_of(answer) == self.text, (self.api, self.body["stream"], answer.decision, sidecar.log)
+        else:
+            assert answer.reason_code, (answer.status, answer.body, sidecar.log)
+        return answer
+
+
+def ask_or_cut(sidecar: Sidecar, api: Api, body: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer | Cut:
+    try:
+        return ask(sidecar, api, body, timeout_s)
+    except Cut as cut:
+        return cut
+
+
+def reason_of_cut(cut: Cut) -> str:
+    """The `reason` in the error event at the end of a stream that was broken off, "" if there is none."""
+    body = cut.answer.body
+    assert b"[DONE]" not in body
+    assert b"response.completed" not in body
+    assert b"message_stop" not in body
+    last = body.rstrip(b"\n").rpartition(b"\n\n")[2]
+    data = last.rpartition(b"data: ")[2]
+    try:
+        error = json.loads(data)
+    except ValueError:
+        return ""
+    reason: str = error.get("error", error).get("reason", "")
+    return reason
+
+
+def together(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    """All calls at once, each in a thread; their results, or the first exception once all have ended."""
+    calls = list(calls)
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [pool.submit(call) for call in calls]
+        return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
 # --- taps --------------------------------------------------------------------------------------------------
@@ -302,6 +376,68 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile = socketserver._SocketWriter(self.connection)  # type: ignore[attr-defined]
 
 
+class Hold:
+    """Keeps every answer of a tap until all have come, or the next step of the test."""
+
+    def __init__(self, tap: Tap, count: int) -> None:
+        self._all_here = threading.Semaphore(0)
+        self._go = threading.Event()
+        self._count = count
+        tap.answered = self._wait
+
+    def _wait(self, _passed: object, answer: object) -> object:
+        self._all_here.release()
+        assert self._go.wait(ANSWER_TIMEOUT_S)
+        return answer
+
+    def wait_for_all(self) -> None:
+        for _ in range(self._count):
+            assert self._all_here.acquire(timeout=ANSWER_TIMEOUT_S)
+
+    def release(self) -> None:
+        self._go.set()
+
+
+class Asking:
+    """Questions that are being asked at once, each in a thread of its own."""
+
+    def __init__(self, sidecar: Sidecar, questions: Iterable[Question]) -> None:
+        self._sidecar = sidecar
+        self._answers: list[tuple[Answer | Exception, float]] = []
+        self._threads = [
+            threading.Thread(target=self._ask, args=(question,), daemon=True) for question in questions
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, question: Question) -> None:
+        began = time.monotonic()
+        answer: Answer | Exception
+        try:
+            answer = question.ask_for_better_or_worse(self._sidecar)
+        except Exception as error:
+            answer = error
+        self._answers.append((answer, time.monotonic() - began))
+
+    def answers(self, within_s: float = ANSWER_TIMEOUT_S) -> list[Answer]:
+        """All of them, right or clean errors, none later than `within_s` after it was asked."""
+        for thread in self._threads:
+            thread.join()
+        found = []
+        for answer, seconds in self._answers:
+            if isinstance(answer, Exception):
+                raise answer
+            assert seconds < within_s, f"{seconds:.1f} s: {answer.decision}\n{self._sidecar.log}"
+            found.append(answer)
+        return found
+
+    def decisions(self, within_s: float = ANSWER_TIMEOUT_S) -> list[str]:
+        """What became of them; every one must have the right text."""
+        answers = self.answers(within_s)
+        assert all(answer.status == 200 for answer in answers), [answer.body for answer in answers]
+        return [answer.decision for answer in answers]
+
+
 # --- fixtures ----------------------------------------------------------------------------------------------
 
 
@@ -326,17 +462,25 @@ class Pair:
     def serve(self, *flags: str, prefill: str = "", decode_port: int = 0, disagg: str = "on") -> Sidecar:
         """A ready sidecar that lasts until the end of the test."""
         sidecar = Sidecar(*self.flags(prefill, decode_port), "--disagg", disagg, *flags)
-        self._open.callback(sidecar.stop)
+        self.closing(sidecar.stop)
         return sidecar
 
     def tap(self, engine: Engine) -> Tap:
         tap = Tap(engine)
-        self._open.callback(tap.close)
+        self.closing(tap.close)
         return tap
+
+    def closing(self, close: Callable[[], Any]) -> None:
+        """`close` is called at the end of the test."""
+        self._open.callback(close)
 
     def pulled_tokens(self) -> int:
         """Prompt tokens that the decode engine has pulled since its start."""
         return self.decode.prompt_tokens_by_source()["external_kv_transfer"]
+
+    def waiting_for_kv(self) -> int:
+        """Requests whose KV is on its way to the decode engine."""
+        return int(self.decode.metrics().total("vllm:num_requests_kv_fetch_by_stage", stage="in_progress"))
 
 
 @pytest.fixture(scope="session")
@@ -349,17 +493,21 @@ def rig() -> Iterator[Rig]:
 @pytest.fixture
 def pair(rig: Rig) -> Iterator[Pair]:
     """The shared engines, both healthy, whatever the test before did to them."""
-    mend(rig)
     with contextlib.ExitStack() as stack:
-        stack.callback(mend, rig)
-        yield Pair(rig.prefill[0], rig.decode[0], stack)
+        yield mended(Pair(rig.prefill[0], rig.decode[0], stack))
 
 
-def mend(rig: Rig) -> None:
-    """Every engine runs and is healthy."""
-    for engine in rig.engines:
+def mended(pair: Pair) -> Pair:
+    """Both engines run and are healthy, now and after the test."""
+    _mend(pair.prefill, pair.decode)
+    pair.closing(lambda: _mend(pair.prefill, pair.decode))
+    return pair
+
+
+def _mend(*engines: Engine) -> None:
+    for engine in engines:
         engine.cont()
-    dead = [engine for engine in rig.engines if not (engine.alive() and _comes_back(engine))]
+    dead = [engine for engine in engines if not (engine.alive() and _comes_back(engine))]
     for engine in dead:
         engine.kill()
         engine.start()

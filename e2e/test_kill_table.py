@@ -7,7 +7,6 @@ the client has the text that its own engine would have given.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,19 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from e2e.conftest import (
-    CHAT,
-    COMPLETIONS,
-    GENERATE,
-    RESPONSES,
     Pair,
+    Questions,
     Tap,
-    ask,
     eventually,
     idle,
-    local_text,
-    prompt_for,
-    request_body,
-    text_of,
 )
 
 if TYPE_CHECKING:
@@ -200,27 +191,16 @@ TABLE = [
 class Line:
     """A sidecar between a prefill engine that lies on demand and the real decode engine."""
 
-    TOKENS = 290
-
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.tap: Tap = pair.tap(pair.prefill)
         self.sidecar: Sidecar = pair.serve(prefill=self.tap.address)
-        self._salts = itertools.count()
-        # One prompt for each API, told apart by its salt: its text is asked for once, and is never in the cache.
-        apis = (COMPLETIONS, CHAT, GENERATE, RESPONSES)
-        self._bodies = {api: request_body(api, prompt_for(api, self.TOKENS), 6) for api in apis}
-        self._texts = {api: local_text(pair.decode, api, body) for api, body in self._bodies.items()}
-        self._turns = itertools.cycle([(api, streamed) for streamed in (False, True) for api in apis])
+        self.questions = Questions(pair.decode, tokens=290, generate=6)
         self.lies_in_a_row = 0
 
     def ask(self) -> Answer:
         """One request, another kind at every turn; its text is checked."""
-        api, streamed = next(self._turns)
-        body = {**self._bodies[api], "stream": streamed, "cache_salt": f"line {next(self._salts)}"}
-        answer = ask(self.sidecar, api, body)
-        assert text_of(answer) == self._texts[api], (api.name, streamed, answer.decision, self.sidecar.log)
-        return answer
+        return self.questions.next().ask(self.sidecar)
 
     def lie(self, lie: Lie) -> Answer:
         def answered(_passed: object, answer: Any) -> Any:
