@@ -1,0 +1,129 @@
+"""The decode engine is killed while answers are under way, stays away, and comes back.
+
+Its clients hear of it in every case: an error event where a stream had begun, an error status where nothing had. A
+broken answer never looks like a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+
+from e2e.conftest import (
+    APIS,
+    CHAT,
+    HOST,
+    LEASE_S,
+    Api,
+    Asking,
+    Hold,
+    Pair,
+    Questions,
+    ask,
+    eventually,
+    idle,
+    prompt_for,
+    reason_of_cut,
+    request_body,
+)
+from tests.integration.client import Client, Cut
+
+ENDLESS = 4000
+"""Tokens: more than any engine generates before it is killed."""
+
+
+class Stream(threading.Thread):
+    """Reads a stream to its end, whatever that is."""
+
+    def __init__(self, port: int, api: Api) -> None:
+        super().__init__(daemon=True)
+        self.api = api
+        self.begun = threading.Event()
+        self.end: Cut | Exception | None = None
+        self._client = Client((HOST, port), timeout_s=60)
+        self._body = request_body(api, prompt_for(api, 100), ENDLESS, stream=True)
+        self.start()
+
+    def run(self) -> None:
+        with self._client as client:
+            client.request("POST", self.api.path, self._body)
+            answer = client.head()
+            try:
+                for number, _ in enumerate(client.pieces(answer)):
+                    if number == 5:
+                        self.begun.set()
+            except Cut as cut:
+                self.end = cut
+            except Exception as error:
+                self.end = error
+
+
+def test_in_mid_answer_and_between_the_legs(pair: Pair) -> None:
+    questions = Questions(pair.decode)
+    tap = pair.tap(pair.prefill)
+    sidecar = pair.serve(prefill=tap.address)
+    streams = [Stream(sidecar.port, api) for api in APIS]
+    for stream in streams:
+        assert stream.begun.wait(30), stream.api
+    hold = Hold(tap, 2)
+    between = Asking(sidecar, [questions.next(), questions.next(streamed=True)])
+    hold.wait_for_all()
+    pair.decode.kill()
+    hold.release()
+
+    for stream in streams:
+        stream.join(30)
+        assert isinstance(stream.end, Cut), (stream.api, stream.end)
+        assert reason_of_cut(stream.end) == "streaming_reset", stream.api
+    for answer in between.answers():
+        assert (answer.status, answer.reason_code) == (503, "handoff_refused")
+        assert answer.header("retry-after")
+    idle(sidecar)
+    # Nobody could give the blocks back: they go with their lease.
+    eventually(lambda: pair.prefill.kv_usage() == 0.0, LEASE_S + 20)
+
+
+def test_while_a_whole_answer_is_awaited(pair: Pair) -> None:
+    sidecar = pair.serve()
+    answers = []
+
+    def wait_for_it() -> None:
+        answers.append(ask(sidecar, CHAT, request_body(CHAT, prompt_for(CHAT, 100), ENDLESS)))
+
+    waiting = [threading.Thread(target=wait_for_it, daemon=True) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    eventually(lambda: pair.decode.metrics().total("vllm:num_requests_running") == 3)
+    pair.decode.kill()
+    for thread in waiting:
+        thread.join(30)
+    assert len(answers) == 3
+    for answer in answers:
+        # 502: it broke off. 503: the local try that follows a broken pull found nobody.
+        assert answer.status in (502, 503), answer.body
+        assert answer.reason_code in ("decode_reset", "decode_refused", "pull_reset"), answer.body
+    idle(sidecar)
+
+
+def test_away_and_back_again(pair: Pair) -> None:
+    questions = Questions(pair.decode)
+    sidecar = pair.serve()
+    assert questions.next().ask(sidecar).decision.startswith("remote")
+    pair.decode.kill()
+    asked = pair.prefill.metrics().total("vllm:request_success_total")
+    for method, path in (("POST", CHAT.path), ("POST", "/v1/embeddings"), ("GET", "/v1/models")):
+        answer = sidecar.ask(method, path, request_body(CHAT, "hello") if method == "POST" else None)
+        assert answer.status == 503, answer.body
+        assert answer.header("retry-after")
+        error = json.loads(answer.body)["error"]
+        assert error["stage"] in ("handoff", "decode")
+        assert error["reason"].endswith("_refused")
+    sidecar.wait_until("/readyz", 503)
+    pair.decode.restart()
+    sidecar.wait_until("/readyz", 200)
+    for _ in range(2):
+        before = pair.pulled_tokens()
+        assert questions.next().ask(sidecar).decision.startswith("remote")
+        assert pair.pulled_tokens() > before
+    idle(sidecar)
+    assert asked <= pair.prefill.metrics().total("vllm:request_success_total")
