@@ -1,0 +1,93 @@
+"""A decode engine that answers with an error when it cannot load KV, as vLLM does by default.
+
+It says so late: a stream has its 200 by then and an error as its first event, a whole answer is a 500. The client
+must see neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from e2e.conftest import (
+    LEASE_S,
+    Asking,
+    Hold,
+    Pair,
+    Questions,
+    eventually,
+    idle,
+    mended,
+)
+from e2e.engines import Rig
+
+if TYPE_CHECKING:
+    from tests.integration.sidecar import Sidecar
+
+AT_ONCE = 8
+REASONS = {
+    "pull_error_event",  # streamed
+    "pull_reset",  # streamed by /v1/responses, which says that it begins, and then hangs up
+    "pull_server_error",  # whole
+}
+FLAGS = ("--recompute-max-concurrent", "64", "--pull-timeout", "20")
+
+
+@pytest.fixture(scope="module")
+def strict_rig() -> Iterator[Rig]:
+    with Rig("tiny", prefill=0, decode=1, lease_seconds=LEASE_S, load_failure_policy="fail") as rig:
+        yield rig
+
+
+@pytest.fixture
+def pair(rig: Rig, strict_rig: Rig) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield mended(Pair(rig.prefill[0], strict_rig.decode[0], stack))
+
+
+def killed_in_mid_transfer(pair: Pair, *flags: str) -> tuple[Sidecar, Asking]:
+    questions = Questions(pair.decode)
+    tap = pair.tap(pair.prefill)
+    sidecar = pair.serve(*FLAGS, *flags, prefill=tap.address)
+    assert questions.next().ask(sidecar).decision.startswith("remote")  # the engines know each other
+    hold = Hold(tap, AT_ONCE)
+    asking = Asking(sidecar, [questions.next() for _ in range(AT_ONCE)])
+    hold.wait_for_all()
+    pair.prefill.stop()
+    hold.release()
+    eventually(lambda: pair.waiting_for_kv() == AT_ONCE)
+    pair.prefill.kill()
+    return sidecar, asking
+
+
+def test_the_client_gets_the_local_text(pair: Pair) -> None:
+    sidecar, asking = killed_in_mid_transfer(pair)
+    assert set(asking.decisions()) == {f"recompute; reason={reason}" for reason in REASONS}
+    by_reset = [decision["api"] for decision in sidecar.decisions() if decision["reason"] == "pull_reset"]
+    assert set(by_reset) == {"responses"}
+    idle(sidecar)
+
+
+def test_without_recompute_it_gets_a_status_and_no_stream(pair: Pair) -> None:
+    sidecar, asking = killed_in_mid_transfer(pair, "--on-prefill-failure", "fail")
+    answers = asking.answers()
+    assert {(answer.status, answer.reason_code) for answer in answers} == {(502, reason) for reason in REASONS}
+    idle(sidecar)
+
+
+def test_without_the_relay_too(pair: Pair) -> None:
+    """Nothing is known of the side channel then, so the engine is asked to pull from an engine that is dead."""
+    questions = Questions(pair.decode)
+    tap = pair.tap(pair.prefill)
+    sidecar = pair.serve(*FLAGS, "--nixl-relay", "off", prefill=tap.address)
+    assert questions.next().ask(sidecar).decision.startswith("remote")
+    hold = Hold(tap, AT_ONCE)
+    asking = Asking(sidecar, [questions.next() for _ in range(AT_ONCE)])
+    hold.wait_for_all()
+    pair.prefill.kill()
+    hold.release()
+    assert {decision.partition(";")[0] for decision in asking.decisions()} == {"recompute"}
+    idle(sidecar)
