@@ -1,0 +1,74 @@
+"""The prefill engine is well and answers, but its side channel is dead: nothing can be pulled from it.
+
+A decode engine finds that out by itself, after 5 s for each request; the sidecar knows before.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from e2e.conftest import (
+    HOST,
+    Pair,
+    Questions,
+    eventually,
+    idle,
+)
+
+if TYPE_CHECKING:
+    from e2e.engines import Engine
+
+HANDSHAKE_TIMEOUT_S = 5.0
+"""Of a decode engine (vLLM 0.32, nixl/base_worker.py), for each rank."""
+
+
+def wound(engine: Engine) -> None:
+    """Ends the listener of an engine's side channel for good: one question for a rank that it does not have."""
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.REQ) as asking:
+            asking.linger = 0
+            asking.connect(f"tcp://{HOST}:{engine.side_channel_port}")
+            asking.send(msgspec.msgpack.encode((b"get_meta_msg", 7, 7)))
+            assert not asking.poll(1000)
+    finally:
+        context.term()
+
+
+def test_a_dead_listener_costs_no_time(pair: Pair) -> None:
+    questions = Questions(pair.decode)
+    local_s = timed(questions, pair.decode)
+    pair.prefill.restart()  # the decode engine has not shaken hands with it yet
+    wound(pair.prefill)
+    pair.closing(pair.prefill.kill)  # it is beyond mending
+    assert pair.prefill.healthy()
+    tap = pair.tap(pair.prefill)
+
+    # The reason: what it costs without the relay.
+    without = pair.serve("--nixl-relay", "off", prefill=tap.address)
+    assert timed(questions, without) > HANDSHAKE_TIMEOUT_S - 0.1
+    tap.seen.clear()
+
+    sidecar = pair.serve(prefill=tap.address)
+    for number in range(4):
+        assert timed(questions, sidecar) < min(local_s + 2.0, HANDSHAKE_TIMEOUT_S - 1.0), number
+        time.sleep(number)  # longer than a breaker's pause
+    decisions = [decision["reason"] for decision in reversed(sidecar.decisions())]
+    assert decisions == ["handoff_side_channel_dead", *["no_usable_prefill"] * 3]
+    assert len(tap.seen) == 1  # nothing is paid for twice once it is known
+    assert sidecar.metrics()("fallbacks_total", reason="side_channel_dead") == 1
+    idle(sidecar)
+
+    pair.prefill.restart()
+    eventually(lambda: questions.next().ask(sidecar).decision.startswith("remote"))
+
+
+def timed(questions: Questions, where: object) -> float:
+    question = questions.next()
+    began = time.monotonic()
+    question.ask(where)  # type: ignore[arg-type]
+    return time.monotonic() - began
