@@ -7,7 +7,7 @@ read 0 and every connection must be gone, or the process is ended and the next t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +93,22 @@ class Shelf:
                 stack.callback(kept.end)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails shows what its sidecars said last."""
+    report = yield
+    if report.failed and call.when == "call":
+        for rig in _rigs:
+            report.sections.append(("sidecar log", rig.sidecar.log[-3000:]))
+    return report
+
+
+_rigs: list[Rig] = []
+"""Of the test that runs."""
+
+
 @pytest.fixture(scope="session")
 def shelf() -> Iterator[Shelf]:
     shelf = Shelf()
@@ -115,6 +131,7 @@ def rigged(shelf: Shelf) -> Iterator[Callable[..., Rig]]:
                 own = stack.enter_context(ThreadedEngine(**prefill))
             rig = Rig(kept.sidecar, own or kept.take_prefill(), decode_engine)
             stack.callback(check, kept, rig)
+            _rigs.append(rig)
             return rig
 
         def check(kept: _Kept, rig: Rig) -> None:
@@ -128,6 +145,7 @@ def rigged(shelf: Shelf) -> Iterator[Callable[..., Rig]]:
             if blamed or rig.prefill.faults.rules or rig.prefill.held_blocks:
                 kept.drop_prefill()
 
+        stack.callback(_rigs.clear)
         yield make
 
 

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -242,6 +243,14 @@ class Sidecar:
         assert status == 200
         return Metrics(text)
 
+    def in_flight(self) -> float:
+        """The sum of the gauges that read 0 when nothing is going on."""
+        text = self.admin("GET", "/metrics")[1]
+        return sum(
+            float(value)
+            for value in re.findall(r"^pd_sidecar_(?:recompute_)?inflight\S* (\S+)", text, re.MULTILINE)
+        )
+
     def decisions(self) -> list[dict[str, Any]]:
         """Newest first."""
         status, text = self.admin("GET", "/decisions")
@@ -360,22 +369,19 @@ class Rig:
         return next(record for record in self.sidecar.decisions() if record["request_id"] == wanted)
 
     def has_blamed_prefill(self) -> bool:
-        """Whether anything went wrong with the prefill engine, so that its breaker may have opened."""
-        faults = [fault for record in self.sidecar.decisions() for fault in record.get("faults", ())]
-        return any(fault["prefill"] == self.prefill.address for fault in faults)
+        """Whether anything went wrong with the prefill engine, so that it may be left alone for a while."""
+        if f"prefill endpoint {self.prefill.address}: not used" in self.sidecar.log:
+            return True
+        return f'"prefill": "{self.prefill.address}", "detail"' in self.sidecar.admin("GET", "/decisions")[1]
 
     def check_idle(self, before: Descriptors) -> Descriptors:
         """Every gauge reads 0, and once the engines have closed what is idle no connection is left but those to
         side channels. `before` is what was open before; returns what is open now."""
 
-        def all_zero() -> bool:
-            metrics = self.sidecar.metrics()
-            return not metrics("inflight") and not metrics("recompute_inflight")
-
-        eventually(all_zero)
+        eventually(lambda: not self.sidecar.in_flight())
         with contextlib.suppress(AssertionError):
             eventually(lambda: self._open_without_idle() <= before.count, 0.1)
-            return replace(before, count=self.sidecar.open_descriptors)
+            return before
         now = before
 
         def no_more_than_before() -> bool:
@@ -393,7 +399,7 @@ class Rig:
     def _open_without_idle(self) -> int:
         for engine in (self.prefill, self.decode):
             close_idle(engine)
-        time.sleep(0.005)
+        time.sleep(0.002)
         return self.sidecar.open_descriptors
 
     def _left(self, now: Descriptors) -> list[Connection]:

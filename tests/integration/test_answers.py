@@ -217,6 +217,12 @@ def test_broken_body_is_never_a_whole_one(answered: Answered, name: str) -> None
 # -- however it is cut (property) ----------------------------------------------------------------------------
 
 
+def pieces_of(draw: st.DrawFn, data: bytes, most: int) -> list[bytes]:
+    """`data`, which is not empty, in pieces of which none is empty."""
+    cuts = sorted(draw(st.sets(st.integers(1, len(data) - 1), max_size=most))) if len(data) > 1 else []
+    return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
 @st.composite
 def cut_answers(draw: st.DrawFn) -> tuple[list[bytes], bytes, bytes, bool]:
     """Pieces that the engine writes, its raw body, its body without framing, whether it closes."""
@@ -225,8 +231,7 @@ def cut_answers(draw: st.DrawFn) -> tuple[list[bytes], bytes, bytes, bool]:
     if framing == "length":
         head, raw = b"Content-Length: %d\r\n" % len(body), body
     elif framing == "chunked":
-        cuts = sorted(draw(st.sets(st.integers(1, max(1, len(body) - 1)), max_size=6)))
-        chunks = [body[a:b] for a, b in zip([0, *cuts], [*cuts, len(body)], strict=True) if a < b]
+        chunks = pieces_of(draw, body, 6) if body else []
         trailers = draw(st.sampled_from([b"", b"X-T: 1\r\n", b"a: b\r\nc: d\r\n"]))
         head, raw = b"Transfer-Encoding: chunked\r\n", chunked(*chunks, trailers=trailers)
     else:
@@ -234,9 +239,7 @@ def cut_answers(draw: st.DrawFn) -> tuple[list[bytes], bytes, bytes, bool]:
     kind = draw(st.sampled_from([b"text/event-stream", b"application/json", b"audio/wav"]))
     interim = draw(st.sampled_from([b"", b"HTTP/1.1 103 Early Hints\r\nA: b\r\n\r\n"]))
     whole = interim + OK + b"Content-Type: " + kind + b"\r\n" + head + b"\r\n" + raw
-    cuts = sorted(draw(st.sets(st.integers(1, len(whole) - 1), max_size=12)))
-    pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
-    return pieces, raw, body, framing == "close"
+    return pieces_of(draw, whole, 12), raw, body, framing == "close"
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

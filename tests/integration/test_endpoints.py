@@ -110,7 +110,7 @@ def test_exact_addresses_and_configured_endpoints_are_allowed(second: ThreadedEn
             assert decision("") == f"remote; prefill={configured.address}"
             assert decision(configured.address) == f"remote; prefill={configured.address}"
             assert decision(second.address) == f"remote; prefill={second.address}"
-            assert decision(f"127.0.0.1:{free_ports()}").endswith("not_allowed")
+            assert decision(f"127.0.0.1:{free_ports()}") == "refused; reason=not_allowed"
             # Of a list the foreign ones are left out.
             assert decision(f"10.0.0.1:80, {second.address}") == f"remote; prefill={second.address}"
         finally:
@@ -245,6 +245,14 @@ def test_a_client_that_leaves_says_nothing_about_an_endpoint(rigged: Callable[..
             rig.prefill.wait_for(lambda engine: engine.running == 1)
         rig.prefill.wait_for(lambda engine, number=number: engine.aborted == number + 1)
     assert rig.post(COMPLETIONS, completion()).decision.startswith("remote")
+
+
+def test_first_contact_of_many_at_once(rigged: Callable[..., Rig]) -> None:
+    """A side channel that was not asked yet is unknown, not dead: nobody is sent away meanwhile."""
+    rig = rigged(prefill={"prefill_seconds_per_1k_tokens": 0.2})
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda n: rig.post(COMPLETIONS, completion(20 + 20 * n)), range(20)))
+    assert {answer.decision for answer in answers} == {f"remote; prefill={rig.prefill.address}"}
 
 
 def test_prefill_that_is_away_for_a_while(rigged: Callable[..., Rig]) -> None:

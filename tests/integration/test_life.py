@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from sidecar.cli import main
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import CHAT, COMPLETIONS
 from tests.integration.client import Cut
@@ -51,14 +52,17 @@ MISTAKES: dict[str, tuple[list[str], dict[str, str], str]] = {
 }
 
 
+@pytest.mark.parametrize("command", ["serve", "check-config"])
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_end_the_start(name: str) -> None:
-    """Exit code 2, one line each, no traceback."""
+def test_mistakes_end_the_start(
+    command: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, one line each."""
     flags, environment, named = MISTAKES[name]
-    command = "check-config" if len(name) % 2 else "serve"  # they read their settings in the same way
-    ended = run(command, *flags, environment=environment)
-    assert ended.returncode == 2
-    (line,) = ended.stderr.splitlines()
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert main([command, *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("pd-sidecar: ")
     assert named in line
 

@@ -337,11 +337,7 @@ def test_storm() -> None:
         assert result["running"] == [0] * 5
         assert result["remote"] > 100_000, "most of it should have been what the sidecar is for"
 
-        def is_idle() -> bool:
-            metrics = sidecar.metrics()
-            return not metrics("inflight") and not metrics("recompute_inflight")
-
-        eventually(is_idle)
+        eventually(lambda: not sidecar.in_flight())
         own = {sidecar.admin_port, *(engine.side_channel_port for engine in engines)}
         eventually(
             lambda: all({one.local_port, one.remote_port} & own for one in sidecar.descriptors().connections), 10
