@@ -123,7 +123,6 @@ class Exchange:
         "on_attempt",
         "prefill_endpoint",
         "reason",
-        "remote",
         "stage",
         "what",
     )
@@ -174,8 +173,6 @@ class Exchange:
         """This request is the trial of its endpoint's half-open breaker and has not said how it went."""
         self._held_tokens = -1
         self._handoff_born = 0.0
-        self.remote = False
-        """A decode leg carried a handoff and it has not failed."""
 
     # -- events --
 
@@ -267,7 +264,6 @@ class Exchange:
             self.stage = Stage.DECODE
             return
         self.stage = Stage.PULL
-        self.remote = True
         self.handoff = None
         self.handoff_outcomes.append("used")
 
@@ -386,7 +382,6 @@ class Exchange:
 
     def _policy(self, row: Row, reason: str, detail: str = "") -> Command:
         self._strand()
-        self.remote = False
         if not self._recompute_on_failure:
             self.what, self.reason = Kind.REFUSED, row.reason
             return Answer(row, detail)

@@ -96,6 +96,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # reason, what differs there, what differs here
     ("block_size", {"block_size": 32}, {}),
     ("block_size", {"block_size": 16}, {"block_size": 24}),
+    ("block_size", {"block_size": 8, "block_lens": (2048, 2048)}, {}),
     ("layout", {"layout": "LBNHC"}, {}),
     ("regions", {"regions": 1, "block_lens": (4096,), "block_strides": (4096,)}, {}),
     ("regions", {"region_names": ("a", "c")}, {}),
@@ -110,7 +111,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("context_parallel", {"dcp_size": 2, "ssm_sizes": (8, 8)}, {"ssm_sizes": (8, 8)}),
 ]
 ALLOWED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"block_size": 8, "block_lens": (2048, 2048)}, {}),
     ({"layout": "LBHNC"}, {"layout": "LBNHC"}),
     ({"layout": "BLHNC", "attention_backend": "FLASHMLA"}, {"attention_backend": "FLASHMLA"}),
     ({"block_strides": (8192, 4096)}, {}),
