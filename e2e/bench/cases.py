@@ -52,7 +52,7 @@ CASES: dict[str, Case] = {
         ),
         Case(
             "stream-64x50-usage",
-            "64 streams of 50 events/s with usage in each",
+            "64 streams of 50 events/s with usage to correct in each",
             "stream",
             streams=64,
             rate_hz=50,
@@ -101,7 +101,7 @@ TARGETS: tuple[Target, ...] = (
     Target("goal", "rss-10k", "rss_mb", "vllm-router", 0.6),
     Target("goal", "peak-64m", "peak_bodies", None, 3),
     Target("goal", "body-1k", "cpu_us", "sidecar-plain", 1.25),
-    Target("goal", "stream-64x50-usage", "cpu_us", "sidecar-plain", 1.25),
+    Target("goal", "stream-64x50-usage", "cpu_us", "sidecar-local", 1.25),
     Target("goal", "stream-2000x10", "errors", None, 0),
     Target("goal", "stream-2000x10", "added_p99_us", None, 5_000),
 )

@@ -130,8 +130,9 @@ class Bench:
             self._proxies[name] = self.start(SPECS[name])
         return self._proxies[name]
 
-    def _load_answers(self, prompt: payloads.Prompt) -> None:
-        self.rig.load("prefill", payloads.prefill_answer(prompt.prompt_tokens, self._side_channel.port))
+    def _load_answers(self, prompt: payloads.Prompt, cached_tokens: int | None = None) -> None:
+        answer = payloads.prefill_answer(prompt.prompt_tokens, self._side_channel.port, cached_tokens)
+        self.rig.load("prefill", answer)
         self.rig.load("decode", payloads.decode_answer(prompt.prompt_tokens))
 
     def _load_request(self, proxy: Proxy | None, prompt: payloads.Prompt) -> None:
@@ -172,7 +173,7 @@ class Bench:
     def stream(self, case: Case, proxy: Proxy | None, pace: Pace) -> Sample:
         """One window of open streams, or the engine's own without a proxy."""
         prompt = payloads.chat_body(case.body_bytes, stream=True, usage=case.usage)
-        self._load_answers(prompt)
+        self._load_answers(prompt, cached_tokens=8 if case.usage else None)
         self._load_request(proxy, prompt)
         self.rig.load("stream", payloads.stream_head())
         self.rig.load("stream_end", payloads.stream_end())

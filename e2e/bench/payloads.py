@@ -119,7 +119,13 @@ def _response(body: bytes, content_type: str = "application/json") -> bytes:
     return head.encode() + body
 
 
-def _completion(text: str, prompt_tokens: int, completion_tokens: int, handoff: dict[str, Any] | None) -> bytes:
+def _completion(
+    text: str,
+    prompt_tokens: int,
+    completion_tokens: int,
+    handoff: dict[str, Any] | None,
+    cached_tokens: int | None = None,
+) -> bytes:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": text,
@@ -151,7 +157,7 @@ def _completion(text: str, prompt_tokens: int, completion_tokens: int, handoff: 
             "prompt_tokens": prompt_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "completion_tokens": completion_tokens,
-            "prompt_tokens_details": None,
+            "prompt_tokens_details": None if cached_tokens is None else {"cached_tokens": cached_tokens},
         },
         "prompt_logprobs": None,
         "prompt_token_ids": None,
@@ -161,8 +167,11 @@ def _completion(text: str, prompt_tokens: int, completion_tokens: int, handoff: 
 
 
 @functools.cache
-def prefill_answer(prompt_tokens: int, side_channel_port: int) -> bytes:
-    """What a prefill engine answers: one token and a handoff whose blocks cover the prompt."""
+def prefill_answer(prompt_tokens: int, side_channel_port: int, cached_tokens: int | None = None) -> bytes:
+    """What a prefill engine answers: one token and a handoff whose blocks cover the prompt.
+
+    With `cached_tokens` it says how many it had cached, so that a router has counts to correct in the stream.
+    """
     blocks = -(-prompt_tokens // BLOCK_TOKENS)
     handoff = {
         "do_remote_prefill": True,
@@ -179,7 +188,7 @@ def prefill_answer(prompt_tokens: int, side_channel_port: int) -> bytes:
         "remote_blocks_expiry_time": None,
         "transfer_mode": "pull",
     }
-    return _response(_completion(" The", prompt_tokens, 1, handoff))
+    return _response(_completion(" The", prompt_tokens, 1, handoff, cached_tokens))
 
 
 def decode_answer(prompt_tokens: int) -> bytes:
@@ -220,6 +229,7 @@ def stream_events(count: int = 97, *, usage: bool = False) -> bytes:
                 "prompt_tokens": 256,
                 "total_tokens": 256 + number,
                 "completion_tokens": number,
+                "prompt_tokens_details": {"cached_tokens": 0},
             }
         bare = len(json.dumps(event, separators=(",", ":"))) + 8
         choice["delta"]["content"] = STAMP + "a" * max(0, wanted_bytes - bare)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -238,10 +239,12 @@ class NotReadyError(Exception):
 
 
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that was free a moment ago, from below the range that the load's own connections use."""
+    for port in random.sample(range(20000, 30000), 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port between 20000 and 30000")
 
 
 def descendants(pid: int) -> list[int]:
