@@ -188,7 +188,8 @@ def replaced(body: bytes, replacements: Mapping[str, bytes]) -> bytes:
         return with_members(fields(body), replacements)
     for key, own in replacements.items():
         parts = _value_of(key).split(changed)
-        if len(parts) != 2:  # not there, or there twice: one of them may be inside another member
+        # Not there, or spelled twice, whatever the second one is: it may be the one that counts.
+        if len(parts) != 2 or changed.count(b'"%b"' % key.encode()) != 1:
             return with_members(fields(body), replacements)
         changed = b'%b"%b":%b%b' % (parts[0], key.encode(), own, parts[1])
     return changed
