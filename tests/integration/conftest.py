@@ -17,9 +17,13 @@ import pytest
 from tests.engine import ThreadedEngine
 from tests.integration.sidecar import Descriptors, Rig, Sidecar, free_ports
 
-KEPT = 3
-FLAGS = ("--disagg", "on", "--prefill-allow", "127.0.0.0/8")
-"""Every request that can be split is; any engine of this machine may prefill."""
+KEPT = 5
+FLAGS = (
+    *("--disagg", "on", "--prefill-allow", "127.0.0.0/8", "--recompute-max-concurrent", "100"),
+    *("--warm-up", "off"),
+)
+"""Every request that can be split is; any engine of this machine may prefill; what fails is recomputed; engines are
+asked nothing but what a test asks."""
 
 
 @dataclass

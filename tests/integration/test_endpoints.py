@@ -270,12 +270,7 @@ def test_prefill_that_is_away_for_a_while(rigged: Callable[..., Rig]) -> None:
 
 def test_prefill_killed_under_streams(rigged: Callable[..., Rig]) -> None:
     """Every client gets a whole answer by the policy, whatever stage its request was in."""
-    rig = rigged(
-        "--recompute-max-concurrent",
-        "100",
-        prefill={"prefill_seconds_per_1k_tokens": 0.5},
-        decode={"seconds_per_token": 0.01},
-    )
+    rig = rigged(prefill={"prefill_seconds_per_1k_tokens": 0.5}, decode={"seconds_per_token": 0.01})
     assert rig.chat().decision.startswith("remote")
     bodies = [completion(100 + 30 * number, stream=True) for number in range(20)]
     with ThreadPoolExecutor(20) as pool:

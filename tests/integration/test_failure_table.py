@@ -21,6 +21,7 @@ from tests.engine import Fault, Received, ThreadedEngine
 from tests.integration.client import Answer, Cut
 from tests.integration.sidecar import (
     CANARY,
+    MAX_BODY_BYTES,
     BlackHole,
     Rig,
     Sidecar,
@@ -28,22 +29,10 @@ from tests.integration.sidecar import (
     completion,
     eventually,
     free_ports,
+    quick,
 )
 
 COMPLETIONS = "/v1/completions"
-MAX_BODY_BYTES = 100_000
-QUICK = (
-    *("--prefill-timeout", "1.2", "--prefill-connect-timeout", "0.3", "--pull-timeout", "0.5"),
-    *("--kv-lease", "1.2", "--max-body-bytes", str(MAX_BODY_BYTES)),
-    *("--client-head-timeout", "0.3", "--client-body-timeout", "0.3", "--recompute-max-concurrent", "1"),
-)
-"""Deadlines that a test can wait for. A handoff is good for 0.8 s."""
-
-
-def quick(policy: str = "recompute") -> tuple[str, ...]:
-    return ("--on-prefill-failure", policy, *QUICK)
-
-
 Play = Callable[[Rig, dict[str, Any]], Answer | None]
 
 
@@ -189,7 +178,8 @@ def _prefill_rejects(rig: Rig, body: dict[str, Any]) -> Answer:
     answer = Answer()
     for status in sorted(PREFILL_STATUS_RELAYED):
         asked = len(rig.prefilled())
-        rig.prefill.faults.once(Fault(status=status, headers=[("X-Why", "because")], body=b'{"error": "no"}'))
+        no = Fault(status=status, headers=[("X-Why", "because")], body=b'{"error": "no"}')
+        rig.prefill.faults.once(no, path=COMPLETIONS)
         answer = send(rig, body)
         assert (answer.status, answer.body, answer.header("x-why")) == (status, b'{"error": "no"}', "because")
         assert len(rig.prefilled()) == asked + 1
@@ -343,8 +333,12 @@ def _leaves_with_a_handoff(rig: Rig, body: dict[str, Any]) -> None:
     channel.running.set()
     eventually(lambda: any(b"released-handoff" in one.body for one in rig.decoded()))
     assert rig.sidecar.metrics()("handoffs_total", outcome="released") >= 1
-    assert rig.ask_engine("POST", COMPLETIONS, completion()).status == 200  # a cold engine tells with its next step
-    rig.prefill.wait_for(lambda engine: not engine.held_blocks, 1.0)
+
+    def given_back() -> bool:
+        rig.ask_engine("POST", COMPLETIONS, completion(20))  # a decode engine that is cold tells with its next step
+        return not rig.prefill.held_blocks
+
+    eventually(given_back)
 
 
 # -- pull ----------------------------------------------------------------------------------------------------
@@ -425,7 +419,8 @@ def _decode_rejects(rig: Rig, body: dict[str, Any]) -> Answer:
     """Case 28: a 4xx stays what it was and is not retried."""
     rig.target = ""
     for status in (400, 404, 422, 429):
-        rig.decode.faults.once(Fault(status=status, headers=[("Retry-After", "3")], body=b"why not"))
+        no = Fault(status=status, headers=[("Retry-After", "3")], body=b"why not")
+        rig.decode.faults.once(no, path=COMPLETIONS)
         answer = send(rig, body)
         assert (answer.status, answer.body, answer.header("retry-after")) == (status, b"why not", "3")
     assert len(rig.decoded()) == 4
@@ -435,7 +430,7 @@ def _decode_rejects(rig: Rig, body: dict[str, Any]) -> Answer:
 @scenario(Stage.DECODE, "server_error")
 def _decode_errs(rig: Rig, body: dict[str, Any]) -> Answer:
     rig.target = ""
-    rig.decode.faults.once(Fault(status=503, headers=[("Retry-After", "9")], body=b"full"))
+    rig.decode.faults.once(Fault(status=503, headers=[("Retry-After", "9")], body=b"full"), path=COMPLETIONS)
     answer = send(rig, body)
     assert (answer.status, answer.body, answer.header("retry-after")) == (503, b"full", "9")
     assert len(rig.decoded()) == 1

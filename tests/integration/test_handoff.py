@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import APIS, CHAT, COMPLETIONS, GENERATE
-from tests.integration.sidecar import Rig, completion, eventually
+from tests.integration.sidecar import Rig, completion, eventually, quick
 
 if TYPE_CHECKING:
     from tests.integration.client import Answer
@@ -133,7 +133,7 @@ def test_handoff_beyond_what_the_engine_has(rig: Rig, change: Params, is_known: 
 @pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "::", "169.254.169.254", "127.0.0.2", "127.1"])
 def test_handoff_to_another_host(rigged: Callable[..., Rig], host: str) -> None:
     """Case 9: refused, with a message that names what to set."""
-    rig = rigged("--on-prefill-failure", "fail")
+    rig = rigged(*quick("fail"))
     rig.prefill.fault(Fault(handoff=lambda params: {**params, "remote_host": host}), path=COMPLETIONS)
     answer = rig.post(COMPLETIONS, completion())
     assert answer.status == 502

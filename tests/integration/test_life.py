@@ -67,14 +67,14 @@ def test_mistakes_end_the_start(
     assert named in line
 
 
-def test_each_mistake_has_its_line(tmp_path: Path) -> None:
+def test_each_mistake_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("port: zero\nfrob: 1\nprefill: [a, 'b:1']\n", encoding="utf-8")
-    ended = run("check-config", "--config", str(file), "--disagg", "x")
-    assert ended.returncode == 2
-    assert len(ended.stderr.splitlines()) == 4
+    assert main(["check-config", "--config", str(file), "--disagg", "x"]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 4
     for word in ("port", "frob", "'a'", "disagg"):
-        assert word in ended.stderr
+        assert word in said
 
 
 def test_check_config_prints_what_serve_would_use(tmp_path: Path) -> None:

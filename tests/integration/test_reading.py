@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.apis import COMPLETIONS
 from tests.integration.client import Answer, Cut
-from tests.integration.sidecar import CANARY, Rig, completion, eventually
+from tests.integration.sidecar import CANARY, MAX_BODY_BYTES, Rig, completion, eventually, quick
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
 REFUSED: dict[str, tuple[bytes, int]] = {
@@ -152,13 +152,13 @@ def test_refusal_waits_for_the_answers_before_it(rig: Rig) -> None:
 
 def test_a_body_that_is_refused_is_still_answered(rigged: Callable[..., Rig]) -> None:
     """The client that goes on sending reads the 413, not a reset connection."""
-    rig = rigged("--max-body-bytes", "100000")
+    rig = rigged(*quick())
     with rig.sidecar.connect() as client:
         client.send(HEAD + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
-        piece = b"10000\r\n" + b"x" * 65536 + b"\r\n"
-        for _ in range(5):
+        piece = b"80000\r\n" + b"x" * 524288 + b"\r\n"
+        for _ in range(MAX_BODY_BYTES // 524288 + 3):
             client.send(piece)
-            time.sleep(0.01)
+            time.sleep(0.005)
         answer = client.answer("POST")
     assert answer.status == 413
     assert answer.reason_code == "reading_too_large"
@@ -176,23 +176,21 @@ def test_a_body_that_is_refused_is_still_answered(rigged: Callable[..., Rig]) ->
     ],
 )
 def test_too_large_by_one_byte(rigged: Callable[..., Rig], target: str) -> None:
-    rig = rigged("--max-body-bytes", "100000")
-    body = b'{"model":"sim","max_tokens":1,"prompt":"' + b"x" * 100_000
-    fitting = body[:99_998] + b'"}'
+    rig = rigged(*quick())
+    body = b'{"model":"sim","max_tokens":1,"prompt":"x","user":"' + b"u" * MAX_BODY_BYTES
+    fitting = body[: MAX_BODY_BYTES - 2] + b'"}'
     assert rig.post(target, fitting).status in (200, 404)
-    answer = rig.post(target, body[:99_999] + b'"}')
+    answer = rig.post(target, body[: MAX_BODY_BYTES - 1] + b'"}')
     assert answer.status == 413
-    assert "100000" in answer.json["error"]["message"]
+    assert str(MAX_BODY_BYTES) in answer.json["error"]["message"]
 
 
 # -- slow clients --------------------------------------------------------------------------------------------
 
-SLOW = ("--client-head-timeout", "0.6", "--client-body-timeout", "0.6", "--client-idle-timeout", "1.5")
-
 
 def test_slow_head(rigged: Callable[..., Rig]) -> None:
     """A byte now and then does not renew the time that a head has."""
-    rig = rigged(*SLOW)
+    rig = rigged(*quick())
     with rig.sidecar.connect() as client:
         began = time.monotonic()
         client.socket.settimeout(0.2)
@@ -209,13 +207,13 @@ def test_slow_head(rigged: Callable[..., Rig]) -> None:
 
 def test_silent_connection(rigged: Callable[..., Rig]) -> None:
     """Nobody to answer: it is just closed."""
-    rig = rigged(*SLOW)
+    rig = rigged(*quick())
     with rig.sidecar.connect() as client:
         assert client.at_end()
 
 
 def test_body_that_stops(rigged: Callable[..., Rig]) -> None:
-    rig = rigged(*SLOW)
+    rig = rigged(*quick())
     with rig.sidecar.connect() as client:
         client.send(HEAD + b"Content-Length: 100\r\n\r\n{")
         assert client.answer("POST").status == 408
@@ -225,7 +223,7 @@ def test_body_that_stops(rigged: Callable[..., Rig]) -> None:
 
 def test_slow_body_that_goes_on(rigged: Callable[..., Rig]) -> None:
     """Progress is what counts for a body: large ones may take long."""
-    rig = rigged(*SLOW)
+    rig = rigged(*quick())
     body = b'{"model":"sim","max_tokens":1,"prompt":"%b"}' % (b"x" * 30)
     with rig.sidecar.connect() as client:
         client.send(HEAD + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body))
@@ -237,7 +235,7 @@ def test_slow_body_that_goes_on(rigged: Callable[..., Rig]) -> None:
 
 @pytest.mark.parametrize("size", [100_000, 3_000_000])
 def test_large_body_that_stops(rigged: Callable[..., Rig], size: int) -> None:
-    rig = rigged(*SLOW)
+    rig = rigged(*quick())
     with rig.sidecar.connect() as client:
         client.send(HEAD + b"Content-Length: %d\r\n\r\n" % size + b"x" * (size - 1))
         assert client.answer("POST").status == 408
@@ -246,7 +244,7 @@ def test_large_body_that_stops(rigged: Callable[..., Rig], size: int) -> None:
 
 def test_streamed_body_that_stops(rigged: Callable[..., Rig]) -> None:
     """The engine has half of it already: its connection is closed."""
-    rig = rigged(*SLOW)
+    rig = rigged(*quick())
     with rig.sidecar.connect() as client:
         client.send(
             b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
@@ -259,7 +257,7 @@ def test_streamed_body_that_stops(rigged: Callable[..., Rig]) -> None:
 
 def test_idle_connection(rigged: Callable[..., Rig]) -> None:
     """Between requests a connection has its own, longer time; and it is over without a word."""
-    rig = rigged(*SLOW)
+    rig = rigged(*quick())
     with rig.sidecar.connect() as client:
         client.request("GET", "/version")
         assert client.answer().status == 200
@@ -272,7 +270,7 @@ def test_idle_connection(rigged: Callable[..., Rig]) -> None:
 
 
 def test_an_answer_may_take_longer_than_any_client_deadline(rigged: Callable[..., Rig]) -> None:
-    rig = rigged(*SLOW, decode={"prefill_seconds_per_1k_tokens": 5.0})
+    rig = rigged(*quick(), decode={"prefill_seconds_per_1k_tokens": 5.0})
     rig.target = ""
     assert rig.post(COMPLETIONS, completion()).status == 200
 

@@ -378,7 +378,7 @@ def test_cached_tokens_after_a_fallback_are_the_decode_engines(rig: Rig) -> None
 
 
 def test_metrics_and_decisions(rigged: Callable[..., Rig]) -> None:
-    rig = rigged("--log-format", "json")
+    rig = rigged("--log-format", "json", "--decision-header", "off")
     before = rig.sidecar.metrics()
     answer = rig.post(CHAT, chat(stream=True))
     rig.target = ""
@@ -406,8 +406,9 @@ def test_metrics_and_decisions(rigged: Callable[..., Rig]) -> None:
 
 
 def test_decision_header_can_be_switched_off(rigged: Callable[..., Rig]) -> None:
-    rig = rigged("--decision-header", "off")
+    rig = rigged("--log-format", "json", "--decision-header", "off")
     answer = rig.chat()
     assert answer.status == 200
     assert answer.header("x-pd-decision") is None
     assert answer.header("x-request-id")
+    assert all(json.loads(line)["message"] for line in rig.sidecar.log.splitlines())

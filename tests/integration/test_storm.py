@@ -29,6 +29,7 @@ WARM_AFTER = 2_000
 CLIENTS = 48
 HANG_S = 20.0
 BLOCK_SIZE = 16
+OUTPUT_TOKENS = 4
 
 Params = dict[str, Any]
 
@@ -91,7 +92,7 @@ RELAYED = {400, 422, 500, 503}
 """Statuses that the engines answer with in this storm."""
 
 
-def text_of(tokens: Any, count: int = 8) -> str:
+def text_of(tokens: Any, count: int = OUTPUT_TOKENS) -> str:
     """What the simulated engine makes of a prompt."""
     contents = chain(ROOT, tokens, BLOCK_SIZE)
     return "".join(itertools.islice(words(seed_of(contents)), count))
@@ -179,8 +180,8 @@ class Storm:
             body["stream"] = True
             if path in (COMPLETIONS, CHAT) and dice.random() < 0.5:
                 body["stream_options"] = {"include_usage": True}
-        if path == COMPLETIONS and dice.random() < 0.1:
-            body["echo"] = False
+        if path in (COMPLETIONS, CHAT):
+            body["max_tokens"] = OUTPUT_TOKENS
         if path != GENERATE and dice.random() < 0.1:
             body["kv_transfer_params"] = {"do_remote_prefill": True, "remote_host": "169.254.169.254"}
         return path, body
