@@ -299,6 +299,25 @@ def test_head_is_passed_on_before_the_body(stub: Stub, sidecar: Sidecar) -> None
         assert client.exactly(1) == b"k"
 
 
+def test_a_long_first_event_is_held_back_only_so_far(rig: Rig) -> None:
+    """A stream whose first event does not end is taken for good after 64 KiB."""
+    rig.decode.fault(
+        Fault(
+            raw=OK
+            + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+            + b"20000\r\ndata: "
+            + b"x" * (0x20000 - 6)
+            + b"\r\n",
+            raw_close=False,
+        ),
+        path=COMPLETIONS,
+    )
+    with rig.open(COMPLETIONS, completion(stream=True)) as client:
+        answer = client.head()
+        assert answer.decision.startswith("remote")
+        assert next(client.pieces(answer)).startswith(b"data: xxx")
+
+
 def test_keep_alive_races(rig: Rig) -> None:
     """An engine that closes its connection after each answer without a word: nobody sees anything of it."""
     rig.decode.fault(Fault(close_after=True), when=lambda one: one.path != "/health")

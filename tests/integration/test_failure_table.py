@@ -18,6 +18,7 @@ import pytest
 
 from sidecar.exchange.failures import PREFILL_STATUS_RELAYED, ROWS, TABLE, Row, Stage, Then
 from tests.engine import Fault, Received, ThreadedEngine
+from tests.integration.apis import APIS, COMPLETIONS
 from tests.integration.client import Answer, Cut
 from tests.integration.sidecar import (
     CANARY,
@@ -32,7 +33,6 @@ from tests.integration.sidecar import (
     quick,
 )
 
-COMPLETIONS = "/v1/completions"
 Play = Callable[[Rig, dict[str, Any]], Answer | None]
 
 
@@ -501,6 +501,75 @@ def check_last_event(answer: Answer, row: Row) -> None:
     error = json.loads(answer.events[-1])["error"]
     assert (error["stage"], error["reason"], error["message"]) == (row.stage, row.reason, row.message)
     assert b"[DONE]" not in answer.body
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_stream_that_breaks_off_is_told_in_the_apis_own_words(rigged: Callable[..., Rig], path: str) -> None:
+    """Case 24: clients of these APIs look at the event's type."""
+    rig = rigged(*quick())
+    rig.decode.fault(Fault(cut_after_events=3), path=path)
+    with rig.open(path, APIS[path](stream=True)) as client:
+        answer = client.head()
+        with pytest.raises(Cut):
+            client.body(answer, "POST")
+    last = answer.body.rstrip(b"\n").rpartition(b"\n\n")[2].split(b"\n")
+    assert last[0] == b"event: error"
+    said = json.loads(last[1].removeprefix(b"data: "))
+    assert said["type"] == "error"
+    assert said.get("error", said)["reason"] == "streaming_reset"
+
+
+def test_own_answer_in_the_apis_own_words(rigged: Callable[..., Rig]) -> None:
+    rig = rigged(*quick("fail"))
+    rig.prefill.fault(Fault(status=500), path="/v1/messages")
+    answer = rig.post("/v1/messages", chat())
+    assert answer.json["type"] == "error"
+    assert answer.reason_code == "prefill_server_error"
+
+
+PREAMBLE = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"5\r\n: hi\n\r\n1\r\n\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "events"),
+    [
+        ("/v1/responses", [b'event: response.created\ndata: {"type":"response.created"}\n\n']),
+        ("/v1/responses", [b'event: response.created\ndata: {"type":"response.created"}\n\n'] * 2),
+        (COMPLETIONS, []),
+    ],
+)
+def test_load_failure_behind_a_preamble(rigged: Callable[..., Rig], path: str, events: list[bytes]) -> None:
+    """What an engine says before it has any KV proves nothing: comments, and events about the request itself."""
+    rig = rigged(*quick())
+    error = b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n'
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in [*events, error])
+    rig.decode.faults.once(Fault(raw=PREAMBLE + chunks + b"0\r\n\r\n"), path=path)
+    body = APIS[path](stream=True)
+    answer = rig.post(path, body)
+    assert answer.decision == "recompute; reason=pull_error_event"
+    assert answer.text == rig.expected(path, body)
+
+
+def test_prefill_answer_that_is_compressed_unasked(rigged: Callable[..., Rig]) -> None:
+    rig = rigged(*quick())
+    rig.prefill.fault(Fault(gzip=True), path=COMPLETIONS)
+    answer = send(rig, completion())
+    assert answer.status == 200
+    assert answer.decision == "recompute; reason=handoff_invalid"
+
+
+def test_one_cause_is_said_once(rigged: Callable[..., Rig]) -> None:
+    """However often it happens; the metrics count it."""
+    rig = rigged(*quick())
+    rig.prefill.fault(Fault(status=429), path=COMPLETIONS)
+    before = rig.sidecar.metrics()("prefill_attempts_total", outcome="busy")
+    for _ in range(30):
+        assert send(rig, completion(20)).status == 200
+    assert rig.sidecar.log.count(f"prefill_busy: prefill={rig.prefill.address}") == 1
+    assert rig.sidecar.metrics()("prefill_attempts_total", outcome="busy") == before + 30
 
 
 def test_stream_that_becomes_garbage(rigged: Callable[..., Rig]) -> None:

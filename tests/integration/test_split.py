@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -334,13 +334,25 @@ def without_count(params: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if key != "remote_prefill_cached_tokens"}
 
 
-def cached_tokens(path: str, body: bytes, stream: bool) -> int:
-    usages = [json.loads(event) for event in events(body) if event != b"[DONE]"] if stream else [json.loads(body)]
-    usage = next(one["usage"] for one in reversed(usages) if one.get("usage"))
-    return (usage.get("prompt_tokens_details") or usage.get("input_tokens_details"))["cached_tokens"]
+def cached_tokens(body: bytes, *, stream: bool) -> int:
+    """The last count of cached tokens that the answer names, wherever its API has it."""
+    parts = [json.loads(event) for event in events(body) if event != b"[DONE]"] if stream else [json.loads(body)]
+    return list(counts(parts))[-1]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def counts(value: Any) -> Iterator[int]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("cached_tokens", "cache_read_input_tokens") and item is not None:
+                yield item
+            else:
+                yield from counts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from counts(item)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES, MESSAGES])
 @streamed_or_not
 @pytest.mark.parametrize("engine_knows", [True, False], ids=["told", "corrected"])
 def test_cached_tokens_are_those_of_prefill(
@@ -351,14 +363,16 @@ def test_cached_tokens_are_those_of_prefill(
     if not engine_knows:
         rig.prefill.fault(Fault(handoff=without_count), path=path)
     rig.decode.fault(Fault(ragged=True), path=path)
-    fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    fields: dict[str, Any] = {"stream": True} if stream else {}
+    if stream and path in (COMPLETIONS, CHAT):
+        fields["stream_options"] = {"include_usage": True}
     body = APIS[path](**fields)
     counted = []
     for _ in range(2):
         answer = rig.post(path, body)
         assert answer.decision.startswith("remote")
         assert answer.text
-        counted.append(cached_tokens(path, answer.body, stream))
+        counted.append(cached_tokens(answer.body, stream=stream))
         rig.decode.restart()
     assert counted[0] == 0
     assert counted[1] == rig.prefill.counter("prefix_cache_hits_total") > 300
@@ -371,7 +385,7 @@ def test_cached_tokens_after_a_fallback_are_the_decode_engines(rig: Rig) -> None
     rig.prefill.fault(Fault(handoff_absent=True), path=COMPLETIONS)
     answer = rig.post(COMPLETIONS, body)
     assert answer.decision.startswith("recompute")
-    assert cached_tokens(COMPLETIONS, answer.body, stream=False) > 300
+    assert cached_tokens(answer.body, stream=False) > 300
 
 
 # -- the admin port tells of it ------------------------------------------------------------------------------
