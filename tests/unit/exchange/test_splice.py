@@ -220,6 +220,25 @@ def test_what_the_engine_does_not_read_stays(body: bytes) -> None:
     assert without_forbidden(body, fields(body)) is None
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [
+        b'"metadata":{"kv_transfer_params":2}',
+        b'"sampling_params":{"kv_transfer_params":2}',
+        b'"extra_args":{"kv_transfer_params":2}',
+        b'"vllm_xargs":["kv_transfer_params",{"kv_transfer_params":1}]',
+        b'"vllm_xargs":"{\\"kv_transfer_params\\":1}"',
+        b'"sampling_params":{"extra_args":[{"ec_transfer_params":1},"kv_transfer_params"]}',
+        b'"sampling_params":[{"extra_args":{"kv_transfer_params":1}}]',
+        b'"a":{"vllm_xargs":{"kv_transfer_params":1}}',
+        b'"a":[{"b":1},{"kv_transfer_params":{}}]',
+    ],
+)
+def test_what_the_engine_does_not_read_stays_also_where_something_goes(kept: bytes) -> None:
+    for body in (b'{"kv_transfer_params":1,' + kept + b"}", b"{" + kept + b' , "ec_transfer_params":{}}'):
+        assert without_forbidden(body, fields(body)) == b"{" + kept + b"}"
+
+
 def test_removal_keeps_what_surrounds_the_object() -> None:
     assert remove(b' \n{"a":1,"kv_transfer_params":2}\r\n ', [("kv_transfer_params",)]) == b' \n{"a":1}\r\n '
 
