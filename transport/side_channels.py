@@ -181,7 +181,7 @@ class SideChannels:
         for endpoint in list(self._relays):
             self.remove(endpoint)
         await self.prober.close()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.gather(*self._closing)
 
     def _where(self, channel: Channel) -> Address | Away:
         if not self._relayed:

@@ -51,14 +51,14 @@ class U64Set:
             self._count += 1
         return slot
 
-    def _take(self, key: int) -> bool:
-        """Take a key out; whether it was there."""
+    def _take(self, key: int) -> None:
+        """Take a key out; nothing happens if it is not there."""
         segment = key >> 56
         keys = self._keys[segment]
         mask = len(keys) - 1
         hole = slot = _slot(keys, key)
         if not keys[slot]:
-            return False
+            return
         self._fill[segment] -= 1
         self._count -= 1
         # Close the gap: whoever behind it would no longer be found moves up.
@@ -71,7 +71,6 @@ class U64Set:
                 self._move(segment, slot, hole)
                 hole = slot
         keys[hole] = 0
-        return True
 
     def _move(self, segment: int, slot: int, hole: int) -> None:
         keys = self._keys[segment]

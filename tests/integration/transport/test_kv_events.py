@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.integration.transport.peers import LOCALHOST, descriptors, mute, run, until, unused_port
+from tests.integration.transport.peers import LOCALHOST, descriptors, mute, run, speaking, until, unused_port
 from transport import zmtp
 from transport.kv_events import KvEvents
 from transport.prefix_index import PrefixIndex
@@ -243,6 +243,27 @@ def test_a_replay_endpoint_that_is_dead_or_mute_means_unknown_and_goes_on(monkey
     run(main(unused_port()))
     port = unused_port()
     with mute() as endpoint:
+        run(main(endpoint.port))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (b"", b"kv", (0).to_bytes(8, "big")),
+        (b"", b"kv", b"\0", b"payload"),
+        (b"", b"kv", (0).to_bytes(8, "big"), b"payload", b"more"),
+    ],
+)
+def test_a_replay_that_is_none_is_no_replay(answer: tuple[bytes, ...]) -> None:
+    async def main(replay: int) -> None:
+        async with listening(port, replay) as events:
+            with Publisher(port):
+                await until(lambda: events.counts["replay_failed"] == 1)
+                assert events.counts["malformed"] == 0
+                assert not events.current
+
+    port = unused_port()
+    with speaking(zmtp.GREETING + zmtp.encode_ready(zmtp.ROUTER), zmtp.encode_message(*answer)) as endpoint:
         run(main(endpoint.port))
 
 

@@ -221,6 +221,20 @@ def test_alive_is_quick_both_ways(engine_id: str | None) -> None:
         run(main())
 
 
+def test_an_endpoint_removed_while_it_is_probed_is_not_alive() -> None:
+    async def main() -> None:
+        async with watching(prefill.endpoint, refresh_seconds=60) as channels:
+            prefill.running.clear()
+            probe = asyncio.create_task(channels.alive(prefill.endpoint))
+            await asyncio.sleep(0.02)
+            channels.remove(prefill.endpoint)
+            assert not await probe
+            prefill.running.set()
+
+    with Listener("P") as prefill:
+        run(main())
+
+
 def test_probes_of_one_endpoint_at_the_same_time_are_one() -> None:
     async def main() -> None:
         async with watching(prefill.endpoint, refresh_seconds=60) as channels:
@@ -255,7 +269,8 @@ def test_when_the_local_engine_comes_late_or_comes_back_different_all_are_judged
 
     async def main() -> None:
         local = Endpoint(LOCALHOST, port)
-        async with watching(prefill.endpoint, local=local) as channels:
+        # Nobody asks the prefill engine again in this time: it is judged by what is known of it.
+        async with watching(prefill.endpoint, local=local, refresh_seconds=60) as channels:
             unchecked = channels.state(prefill.endpoint)
             assert isinstance(unchecked, Known)
             assert not unchecked.checked

@@ -78,7 +78,11 @@ def test_other_fields_with_another_hash_mean_another_version() -> None:
     found = check(LOCAL, Facts({FIRST: older}))
     assert found is not None
     assert found.reason == "hash"
-    assert "version" in found.change
+    assert "two vLLM versions" in found.cause
+    newer = replace(THERE, compatibility_hash="g", schema="unknown", unknown_fields=("tomorrow",))
+    found = check(LOCAL, Facts({FIRST: newer}))
+    assert found is not None
+    assert "two vLLM versions" in found.cause
 
 
 def test_metadata_that_cannot_be_read_is_not_held_against_an_engine_of_the_same_hash() -> None:
@@ -118,6 +122,9 @@ ALLOWED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"region_names": None}, {}),
     ({"dcp_size": 4}, {"dcp_size": 2}),
     ({"pcp_size": 2, "dcp_size": 2}, {}),
+    ({"dcp_size": 2}, {}),
+    ({"dcp_size": 2}, {"pcp_size": 2, "dcp_size": 2}),
+    ({"pcp_size": 2}, {"pcp_size": 2}),
     ({"block_lens": (1024, 4096), "ssm_sizes": (8, 8)}, {"ssm_sizes": (8, 8)}),
 ]
 

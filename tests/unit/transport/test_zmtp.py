@@ -64,6 +64,11 @@ def test_our_own_opening_is_what_we_read() -> None:
     assert len(zmtp.GREETING) == 64
 
 
+def test_sizes_around_that_of_a_short_frame() -> None:
+    sent = [(bytes(size), b"") for size in (254, 255, 256, 257)]
+    assert fed(OPENING, *(zmtp.encode_message(*parts) for parts in sent)) == sent
+
+
 def test_an_http_request_is_refused_at_its_first_byte() -> None:
     assert refused(b"G") == "not_zmtp"
     assert refused(b"\xff\0\0\0\0\0\0\0\x01\x00") == "not_zmtp"
