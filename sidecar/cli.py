@@ -152,6 +152,7 @@ class Sidecar:
         self._say_start()
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked through again
+        gc.set_threshold(20_000, 20, 100)  # requests free themselves: cycles are the exception
 
     def _open_side_channels(self) -> None:
         gate = self._gate

@@ -280,9 +280,11 @@ class ClientConnection(asyncio.Protocol):
         if request is None or self._deaf:
             return
         request.keep_alive = self._parser.should_keep_alive()
+        request.is_complete = True
+        request.trailers = b"".join([b"%b: %b\r\n" % trailer for trailer in self._trailers])
         if request.is_streamed and self._runner is not None and self._runner.request is request:
             self.deadline = 0.0
-            self._runner.body_end(b"".join([b"%b: %b\r\n" % trailer for trailer in self._trailers]))
+            self._runner.body_end(request.trailers)
             return
         parts = request.parts
         request.body = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -321,9 +323,10 @@ class ClientConnection(asyncio.Protocol):
         self._close_when_answered = False
         runner = self._runner = Runner(self._service, self, request)
         runner.start()
-        if request.is_streamed and request.body and self._runner is runner:  # it had to wait for its turn
-            runner.body_piece(bytes(request.body))
-            runner.body_end(b"")
+        if request.is_streamed and request.is_complete and self._runner is runner:  # it had to wait for its turn
+            if request.body:
+                runner.body_piece(bytes(request.body))
+            runner.body_end(request.trailers)
 
     def write(self, parts: Sequence[bytes]) -> None:
         transport = self.transport

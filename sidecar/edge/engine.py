@@ -17,6 +17,8 @@ Buffer = bytes | bytearray | memoryview
 
 MAX_HEAD_BYTES = 65536
 _END_OF_HEAD = b"\r\n\r\n"
+_CHUNK_SIZES = {b"%x" % size: size for size in range(1, 4096)}
+"""Size lines of small chunks, as uvicorn writes them. Any other spelling is the parser's business."""
 
 
 class Leg(Protocol):
@@ -51,28 +53,24 @@ class Leg(Protocol):
 class Head:
     """An answer's head."""
 
-    __slots__ = ("chunked", "headers", "http_1_0", "length", "no_body", "reason", "status")
+    __slots__ = ("_values", "chunked", "headers", "http_1_0", "length", "no_body", "reason", "status")
 
     def __init__(self, status: int, reason: bytes, headers: Headers, *, http_1_0: bool) -> None:
         self.status = status
         self.reason = reason
         self.headers = headers
         self.http_1_0 = http_1_0
-        self.chunked = False
         self.length = -1
         self.no_body = False
-        for name, value in headers:
-            if len(name) == 14 and name.lower() == b"content-length":
-                self.length = int(value)
-            elif len(name) == 17 and name.lower() == b"transfer-encoding":
-                self.chunked = True
+        values = self._values = {name.lower(): value for name, value in reversed(headers)}
+        length = values.get(b"content-length")
+        if length is not None:
+            self.length = int(length)
+        self.chunked = b"transfer-encoding" in values
 
     def value(self, key: bytes) -> bytes:
         """The first value of a field (key in lower case), or b""."""
-        for name, value in self.headers:
-            if name.lower() == key:
-                return value
-        return b""
+        return self._values.get(key, b"")
 
     @property
     def until_close(self) -> bool:
@@ -99,6 +97,8 @@ class EngineConnection(asyncio.Protocol):
         "_unread_head",
         "idle_since",
         "leg",
+        "peer_host",
+        "relay",
         "reused",
         "transport",
     )
@@ -107,6 +107,11 @@ class EngineConnection(asyncio.Protocol):
         self._pool = pool
         self.transport: asyncio.Transport | None = None
         self.leg: Leg | None = None
+        self.relay: Callable[[bytes], None] | None = None
+        """Where whole chunks go as they are, once the leg has said so: a token is nearly always one read that is
+        one chunk, and the parser need not see what leaves it where it was."""
+        self.peer_host = ""
+        """IP address at the other end, or "" for a Unix socket."""
         self.idle_since = 0.0
         self.reused = False
         self._parser = httptools.HttpResponseParser(self)
@@ -139,7 +144,7 @@ class EngineConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Closes at once; the leg hears nothing more."""
-        self.leg = None
+        self.leg = self.relay = None
         if self.transport is not None:
             self.transport.abort()
 
@@ -148,18 +153,21 @@ class EngineConnection(asyncio.Protocol):
         """Whether what has been handed on ends with a whole chunk."""
         return self._at_boundary
 
-    @property
-    def peer_host(self) -> str:
-        """IP address at the other end, or "" for a Unix socket."""
-        peer = self.transport.get_extra_info("peername") if self.transport is not None else None
-        return str(peer[0]).partition("%")[0] if isinstance(peer, tuple) else ""
-
     # -- asyncio --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        peer = transport.get_extra_info("peername")
+        self.peer_host = str(peer[0]).partition("%")[0] if isinstance(peer, tuple) else ""
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
+        relay = self.relay
+        if relay is not None and self._at_boundary:
+            end = data.find(b"\r\n", 1, 5)
+            size = _CHUNK_SIZES.get(data[:end])
+            if size is not None and len(data) == end + size + 4 and data.endswith(b"\r\n"):
+                relay(data)
+                return
         leg = self.leg
         if leg is None:  # an engine that speaks unasked
             self._close()
@@ -173,7 +181,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
         self.transport = None
-        leg, self.leg = self.leg, None
+        leg, self.leg, self.relay = self.leg, None, None
         if leg is None:
             return
         if self._head is not None and self._head.until_close and exc is None:
@@ -259,6 +267,8 @@ class EngineConnection(asyncio.Protocol):
         elif self._ended():
             self._finish(leg, data, pieces, reusable=not head.http_1_0)
         else:
+            # A size line that has only begun has called nobody back yet.
+            self._at_boundary = self._at_boundary and data.endswith(b"\r\n")
             leg.data(data, pieces, False)
 
     def _feed(self, data: bytes) -> str:
@@ -274,7 +284,7 @@ class EngineConnection(asyncio.Protocol):
 
     def _finish(self, leg: Leg, raw: bytes, pieces: Sequence[bytes], *, reusable: bool) -> None:
         head = self._head
-        self.leg = None
+        self.leg = self.relay = None
         self._head = None
         self._is_head_request = False
         if reusable and head is not None and b"close" not in head.value(b"connection").lower():
@@ -284,7 +294,7 @@ class EngineConnection(asyncio.Protocol):
         leg.data(raw, pieces, True)
 
     def _fail(self, leg: Leg, fault: str, detail: str) -> None:
-        self.leg = None
+        self.leg = self.relay = None
         self._close()
         leg.failed(fault, detail, False)
 
@@ -304,6 +314,9 @@ class EngineConnection(asyncio.Protocol):
     def on_body(self, piece: bytes) -> None:
         self._at_boundary = False
         self._pieces.append(piece)
+
+    def on_chunk_header(self) -> None:
+        self._at_boundary = False
 
     def on_chunk_complete(self) -> None:
         self._at_boundary = True

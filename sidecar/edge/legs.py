@@ -6,6 +6,7 @@ machine.
 
 import time
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, cast
 
 from sidecar.connectors.connector import Handoff
@@ -17,6 +18,10 @@ from sidecar.exchange.usage import CachedTokens
 
 if TYPE_CHECKING:
     from sidecar.edge.runner import Runner
+
+
+def _nowhere(_raw: bytes) -> None:
+    """Until the answer's head is written there is nowhere to relay to."""
 
 
 class Leg:
@@ -168,6 +173,11 @@ class DecodeLeg(Leg):
         self._write: Callable[[bytes, Sequence[bytes]], None] = self._write_raw
         self._filter: CachedTokens | None = None
         self._tail = b""
+        """The end of what was sent on, to tell whether an event was cut."""
+        self._ends_whole = True
+        """What was handed on so far ended with a whole chunk of the engine's."""
+        self._is_chunked = False
+        self._to_client: Callable[[bytes], None] = _nowhere
         self._at_boundary = True
 
     def connected(self, connection: EngineConnection, reused: bool) -> None:
@@ -290,6 +300,7 @@ class DecodeLeg(Leg):
                 self._write = self._write_filtered
         elif head.chunked and not runner.request.http_1_0:
             framing = b"transfer-encoding: chunked\r\n"
+            self._is_chunked = True
             if self._filter is not None:
                 self._write = self._write_filtered_chunks
         else:
@@ -315,11 +326,21 @@ class DecodeLeg(Leg):
 
     def _write_raw(self, raw: bytes, pieces: Sequence[bytes]) -> None:
         client = self._runner.client
-        if raw and client is not None:
-            client.write((raw,))
-            self._runner.first_byte()
-            if pieces:
-                self._tail = pieces[-1]
+        if not raw or client is None:
+            return
+        client.write((raw,))
+        self._runner.first_byte()
+        if pieces:
+            self._tail = pieces[-1]
+        connection = self._connection
+        if connection is not None and connection.relay is None and self._is_chunked and client.transport:
+            self._to_client = client.transport.write
+            connection.relay = self._relay_chunk
+
+    def _relay_chunk(self, raw: bytes) -> None:
+        """A whole chunk, as most tokens come; this and `EngineConnection.data_received` are all that they pass."""
+        self._tail = raw
+        self._to_client(raw)
 
     def _write_pieces(self, _raw: bytes, pieces: Sequence[bytes]) -> None:
         client = self._runner.client
@@ -334,12 +355,23 @@ class DecodeLeg(Leg):
         if out:
             self._write_pieces(b"", (out,))
 
-    def _write_filtered_chunks(self, _raw: bytes, pieces: Sequence[bytes]) -> None:
+    def _is_whole_chunks(self) -> bool:
+        """Whether what is at hand begins and ends with a chunk, and is not the end of the answer."""
+        began_whole = self._ends_whole
+        connection = self._connection
+        self._ends_whole = connection is not None and connection.at_chunk_boundary
+        return began_whole and self._ends_whole
+
+    def _write_filtered_chunks(self, raw: bytes, pieces: Sequence[bytes]) -> None:
         assert self._filter is not None
-        out = b"".join([self._filter.feed(piece) for piece in pieces])
-        if out:
-            self._write_pieces(b"", (b"%x\r\n%b\r\n" % (len(out), out),))
-            self._tail = out
+        out = [self._filter.feed(piece) for piece in pieces]
+        if self._is_whole_chunks() and all(map(is_, out, pieces)):
+            self._write_pieces(b"", (raw,))  # in the framing that it came in
+            return
+        joined = b"".join(out)
+        if joined:
+            self._write_pieces(b"", (b"%x\r\n%b\r\n" % (len(joined), joined),))
+            self._tail = joined
 
     def _end(self) -> None:
         if not self._relaying:  # what the first event led to has replaced this leg
@@ -359,7 +391,7 @@ class DecodeLeg(Leg):
         head = self._head
         if head is None or not head.value(b"content-type").startswith(b"text/event-stream") or head.length >= 0:
             return b""
-        is_partial = bool(self._tail) and not self._tail.endswith(b"\n\n")
+        is_partial = bool(self._tail) and not self._tail.endswith((b"\n\n", b"\n\n\r\n"))
         event = errors.event(row, self._runner.api, after_partial_event=is_partial)
         if self._write in (self._write_pieces, self._write_filtered):
             return event

@@ -19,7 +19,21 @@ _HOP_BY_HOP = frozenset(
 _OURS = frozenset({b"x-prefiller-host-port", b"x-data-parallel-host-port", b"x-kv-cache-source-host-port"})
 _REWRITTEN = frozenset({b"content-length", b"expect"})
 _NEVER_FORWARDED = _HOP_BY_HOP | _OURS | _REWRITTEN
-_NOT_TO_PREFILL = _NEVER_FORWARDED | {b"cookie", b"proxy-authorization", b"accept-encoding", b"host"}
+_RELAYED_WITHOUT = {
+    (inflated, with_id): _NEVER_FORWARDED
+    | (frozenset({b"content-encoding"}) if inflated else frozenset())
+    | (frozenset({b"x-request-id"}) if with_id else frozenset())
+    for inflated in (False, True)
+    for with_id in (False, True)
+}
+_NOT_TO_PREFILL = _NEVER_FORWARDED | {
+    b"cookie",
+    b"proxy-authorization",
+    b"accept-encoding",
+    b"host",
+    b"content-encoding",
+    b"x-request-id",
+}
 
 _READ = frozenset(
     {
@@ -50,13 +64,13 @@ class Request:
 
     __slots__ = (
         "_keys",
-        "_lines",
         "body",
         "expects_continue",
         "has_body",
         "headers",
         "http_1_0",
         "inflated",
+        "is_complete",
         "is_streamed",
         "keep_alive",
         "length",
@@ -68,6 +82,7 @@ class Request:
         "size",
         "started_at",
         "target",
+        "trailers",
         "upgrade",
     )
 
@@ -81,8 +96,6 @@ class Request:
         self.started_at = started_at
         self.keep_alive = True
         self.path = _path(target)
-        self._lines: list[bytes] = []
-        """The fields as lines, made when the first block is."""
         self._keys = [name.lower() for name, _ in headers]
         self.read: dict[bytes, list[bytes]] = {}
         """Values of the fields that mean something to us."""
@@ -100,6 +113,10 @@ class Request:
         self.size = 0
         """Bytes of the body that have been read."""
         self.body: bytes | bytearray = b""
+        self.trailers = b""
+        """Complete lines."""
+        self.is_complete = False
+        """It has been read to its end."""
         self.request_id = b""
         self.inflated = False
         """The body lost its content encoding on the way in."""
@@ -187,23 +204,21 @@ class Request:
     def _block(self, drop: frozenset[bytes]) -> bytes:
         if b"connection" in self.read and (named := self._named_by_connection()):
             drop |= named
-        if not self._lines:
-            self._lines = [b"%b: %b\r\n" % header for header in self.headers]
-        return b"".join([line for key, line in zip(self._keys, self._lines, strict=True) if key not in drop])
+        out: list[bytes] = []
+        for key, (name, value) in zip(self._keys, self.headers, strict=True):
+            if key not in drop:
+                out += (name, b": ", value, b"\r\n")
+        return b"".join(out)
 
     def relay_block(self, *, inflated: bool, with_id: bool) -> bytes:
         """Fields for the local engine, as they came. `inflated`: the body lost its content encoding;
         `with_id`: x-request-id is ours."""
-        drop = _NEVER_FORWARDED
-        if inflated:
-            drop |= {b"content-encoding"}
-        if not with_id:
-            return self._block(drop)
-        return self._block(drop | {b"x-request-id"}) + b"x-request-id: %b\r\n" % self.take_request_id()
+        block = self._block(_RELAYED_WITHOUT[inflated, with_id])
+        return block + b"x-request-id: %b\r\n" % self.take_request_id() if with_id else block
 
     def prefill_block(self, host: bytes) -> bytes:
         """Fields for a prefill endpoint."""
-        block = self._block(_NOT_TO_PREFILL | {b"content-encoding", b"x-request-id"})
+        block = self._block(_NOT_TO_PREFILL)
         return b"host: %b\r\n%bx-request-id: %b\r\n" % (host, block, self.take_request_id())
 
     def without_upgrade(self) -> bytes:

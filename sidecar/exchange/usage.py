@@ -28,6 +28,11 @@ class CachedTokens:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
+        """What may be sent on; `data` itself where there is nothing to correct."""
+        if not self._held and self._field not in data:
+            keep = self._partial_field(data, 0)
+            if keep == len(data):
+                return data
         data = self._held + data
         out = bytearray()
         at = 0
@@ -59,8 +64,10 @@ class CachedTokens:
         return held
 
     def _partial_field(self, data: bytes, at: int) -> int:
-        """Offset from which `data` might be the beginning of the field."""
-        for size in range(min(len(self._field) - 1, len(data) - at), 0, -1):
-            if data.endswith(self._field[:size]):
-                return len(data) - size
+        """Offset from which `data` might be the beginning of the field, which begins with a quotation mark."""
+        begin = max(at, len(data) - len(self._field) + 1)
+        while (begin := data.find(b'"', begin)) >= 0:
+            if self._field.startswith(data[begin:]):
+                return begin
+            begin += 1
         return len(data)
