@@ -94,29 +94,6 @@ def test_a_target_on_other_paths_means_nothing(rig: Rig, path: str) -> None:
     assert rig.decoded()[0].header("x-prefiller-host-port") is None
 
 
-def test_exact_addresses_and_configured_endpoints_are_allowed(second: ThreadedEngine) -> None:
-    """--prefill endpoints are candidates and allowed targets; --prefill-allow HOST:PORT is that port alone."""
-    with ThreadedEngine() as configured, ThreadedEngine() as decode:
-        sidecar = Sidecar(
-            *("--model-server-port", str(decode.port), "--disagg", "on", "--prefill", configured.address),
-            *("--prefill-allow", second.address),
-        )
-        try:
-
-            def decision(target: str) -> str:
-                headers = [("x-prefiller-host-port", target)] if target else []
-                return sidecar.ask("POST", COMPLETIONS, completion(), headers).decision
-
-            assert decision("") == f"remote; prefill={configured.address}"
-            assert decision(configured.address) == f"remote; prefill={configured.address}"
-            assert decision(second.address) == f"remote; prefill={second.address}"
-            assert decision(f"127.0.0.1:{free_ports()}") == "refused; reason=not_allowed"
-            # Of a list the foreign ones are left out.
-            assert decision(f"10.0.0.1:80, {second.address}") == f"remote; prefill={second.address}"
-        finally:
-            sidecar.stop()
-
-
 # -- several -------------------------------------------------------------------------------------------------
 
 
@@ -192,19 +169,30 @@ def test_a_poison_request_meets_one_engine_at_a_time(rig: Rig, second: ThreadedE
     assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(spans))
 
 
-def test_least_loaded_endpoint(second: ThreadedEngine) -> None:
-    """Without a header the one with the fewest requests in flight."""
+def test_configured_endpoints(second: ThreadedEngine) -> None:
+    """--prefill endpoints are candidates, of which the one with the fewest requests in flight is asked, and allowed
+    targets; --prefill-allow HOST:PORT is that port alone."""
     options = {"prefill_seconds_per_1k_tokens": 1.0}
     with ThreadedEngine(**options) as first, ThreadedEngine(**options) as other, ThreadedEngine() as decode:
         sidecar = Sidecar(
             *("--model-server-port", str(decode.port), "--disagg", "on"),
-            *("--prefill", first.address, "--prefill", other.address),
+            *("--prefill", first.address, "--prefill", other.address, "--prefill-allow", second.address),
         )
+
+        def decision(target: str) -> str:
+            headers = [("x-prefiller-host-port", target)] if target else []
+            return sidecar.ask("POST", COMPLETIONS, completion(), headers).decision
+
         try:
             with ThreadPoolExecutor(10) as pool:
-                answers = list(pool.map(lambda _: sidecar.ask("POST", COMPLETIONS, completion()), range(10)))
-            assert all(answer.decision.startswith("remote") for answer in answers)
+                decisions = list(pool.map(decision, [""] * 10))
+            assert all(one.startswith("remote") for one in decisions)
             assert sorted([asked(first), asked(other)]) in ([4, 6], [5, 5])
+            assert decision(first.address) == f"remote; prefill={first.address}"
+            assert decision(second.address) == f"remote; prefill={second.address}"
+            assert decision(f"127.0.0.1:{free_ports()}") == "refused; reason=not_allowed"
+            # Of a list the foreign ones are left out.
+            assert decision(f"10.0.0.1:80, {second.address}") == f"remote; prefill={second.address}"
         finally:
             sidecar.stop()
 

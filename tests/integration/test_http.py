@@ -411,6 +411,9 @@ def test_ipv6() -> None:
             sidecar.stop()
 
 
+UPGRADE = [("Connection", "Upgrade"), ("Upgrade", "websocket"), ("Sec-WebSocket-Key", "AAAA")]
+
+
 def test_engine_on_a_unix_socket(tmp_path: Any) -> None:
     path = str(tmp_path / "engine.sock")
     with ThreadedEngine(uds=path) as decode, ThreadedEngine() as prefill:
@@ -418,6 +421,9 @@ def test_engine_on_a_unix_socket(tmp_path: Any) -> None:
         try:
             assert sidecar.ask("POST", COMPLETIONS, completion()).decision.startswith("remote")
             assert sidecar.ask("GET", "/v1/models").status == 200
+            with sidecar.connect() as client:
+                client.send(request("GET", "/v1/realtime", headers=UPGRADE))
+                assert client.head().status == 101
             decode.refuse()
             decode.call(decode.engine.server.abort_all)
             answer = sidecar.ask("GET", "/v1/models")

@@ -8,7 +8,6 @@ import os
 import signal
 import struct
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -118,17 +117,6 @@ def test_unasked_upgrade_of_the_engine(rig: Rig) -> None:
     answer = rig.sidecar.ask("GET", "/v1/x")
     assert answer.status == 502
     assert answer.reason_code == "decode_garbage"
-
-
-def test_websocket_to_an_engine_on_a_unix_socket(tmp_path: Path) -> None:
-    path = str(tmp_path / "engine.sock")
-    with ThreadedEngine(uds=path):
-        sidecar = Sidecar("--model-server-uds", path)
-        with sidecar.connect() as client:
-            client.send(handshake(frame(b"x")))
-            assert client.head().status == 101
-            assert client.exactly(3) == frame(b"x", masked=False)
-        sidecar.stop()
 
 
 def test_websocket_while_draining() -> None:
