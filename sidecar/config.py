@@ -97,7 +97,7 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     warm_up: Annotated[
         Literal["on", "off"],
         _m("send one tiny request through each new pair of engines, so that no user's request has to connect them"),
-    ] = "off"
+    ] = "on"
     warm_up_timeout: Annotated[
         float,
         _m("seconds that readiness waits for the warm-up of engines known at the start", ge=0, le=600),

@@ -173,6 +173,7 @@ class Sidecar:
             [
                 *(sys.executable, "-m", "sidecar", "serve"),
                 *("--port", str(self.port), "--metrics-port", str(self.admin_port)),
+                *("--warm-up", "off"),  # its requests would count among those of the tests
                 *("--nixl-relay-port", str(free_ports()), "--prefill-side-channel-port", str(free_ports())),
                 *flags,
             ],
