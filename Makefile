@@ -10,7 +10,7 @@ demo: $(VENV)/.ready
 	@$(PY) -m e2e.demo
 
 test: lint
-	@$(PY) -m tests.run all
+	@FUZZ_SECONDS=60 $(PY) -m tests.run all
 
 test-fast: lint
 	@$(PY) -m tests.run fast
