@@ -527,6 +527,21 @@ def test_own_answer_in_the_apis_own_words(rigged: Callable[..., Rig]) -> None:
     assert answer.reason_code == "prefill_server_error"
 
 
+@pytest.mark.parametrize("target", ["local", "remote"])
+def test_stream_that_breaks_off_in_mid_event(rigged: Callable[..., Rig], target: str) -> None:
+    """Where the framing leaves no room for an event the body is cut, which says it as well."""
+    rig = rigged(*quick())
+    if target == "local":
+        rig.target = ""
+    rig.decode.fault(Fault(cut_after_bytes=700, ragged=True), path=COMPLETIONS)
+    with rig.open(COMPLETIONS, completion(stream=True)) as client:
+        answer = client.head()
+        with pytest.raises(Cut):
+            client.body(answer, "POST")
+    assert answer.body.startswith(b"data: ")
+    assert b"[DONE]" not in answer.body
+
+
 PREAMBLE = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     b"5\r\n: hi\n\r\n1\r\n\n\r\n"

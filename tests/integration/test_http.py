@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import socket
 import struct
 import time
@@ -117,6 +118,32 @@ def test_pipelined_client_that_leaves(rig: Rig) -> None:
     rig.decode.wait_for(lambda engine: engine.running == 0, 1.0)
     time.sleep(0.1)
     assert len(rig.decoded()) == 1
+
+
+def test_any_requests_in_any_pieces(rig: Rig) -> None:
+    """However a conversation is cut into packets it is the same conversation."""
+    dice = random.Random(11)
+    for _ in range(25):
+        sizes = [dice.choice([0, 1, 50, 35_000]) for _ in range(dice.randint(1, 5))]
+        bodies = [dice.randbytes(size).hex().encode() for size in sizes]
+        data = b""
+        for number, body in enumerate(bodies):
+            kind = ("Content-Type", dice.choice(["text/plain", "audio/wav"]))
+            if dice.random() < 0.5:
+                cut = dice.randint(0, len(body))
+                pieces = [piece for piece in (body[:cut], body[cut:]) if piece]
+                sent = chunked(*pieces, trailers=dice.choice([b"", b"a: b\r\n"]))
+                data += request("POST", f"/x/{number}", sent, [kind, ("Transfer-Encoding", "chunked")])
+            else:
+                data += request("POST", f"/x/{number}", body, [kind])
+        cuts = sorted(dice.sample(range(1, len(data)), min(len(data) - 1, dice.randint(0, 12))))
+        rig.decode.requests.clear()
+        with rig.sidecar.connect() as client:
+            for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+                client.send(data[start:end])
+                time.sleep(0.001)
+            assert [client.answer("POST").status for _ in bodies] == [404] * len(bodies)
+        assert [one.body for one in rig.decoded()] == bodies
 
 
 # -- request bodies ------------------------------------------------------------------------------------------
