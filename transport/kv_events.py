@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 PORT: Final = 5557  # of rank 0; rank r has this plus r (config/kv_events.py)
 BATCH_BYTES_MAX: Final = 32 * 2**20  # a step that fills a whole cache of a million tokens has 5 MB
+CONNECTIONS_MAX: Final = 8  # one engine, and whatever else comes to the port
+GREETING_TIMEOUT_SECONDS: Final = 5.0
 REPLAY_CONNECT_SECONDS: Final = 1.0
 REPLAY_SILENCE_SECONDS: Final = 5.0  # the engine looks for requests every 0.1 s, between two batches
 REPLAYS_IN_A_ROW_MAX: Final = 8
@@ -242,6 +244,8 @@ class KvEvents:
         self._backlog: deque[tuple[Link, Callable[[], list[Step]], int]] = deque()
         self._draining: asyncio.Handle | None = None
         self._publisher: Subscriber | None = None
+        self._accepted: set[Subscriber] = set()
+        self._closed = False
         self._dealer: Dealer | None = None
         self._dialling: asyncio.Task[None] | None = None
         self._said_malformed = False
@@ -266,6 +270,8 @@ class KvEvents:
         return self.index.cached_tokens(token_ids, lora_name=lora_name, cache_salt=cache_salt)
 
     async def close(self) -> None:
+        """End all of it. Nothing waits for the network."""
+        self._closed = True
         self._server_task.cancel()
         self._hang_up()
         if self._draining is not None:
@@ -275,12 +281,19 @@ class KvEvents:
             found[0].close()
         self._sock.close()
         self._backlog.clear()
-        if self._publisher is not None:
-            self._publisher.abort()
+        for link in list(self._accepted):
+            link.abort()
         if self._dialling is not None:
             await asyncio.gather(self._dialling, return_exceptions=True)
 
     # What the links tell
+
+    def accepted(self, link: "Subscriber") -> bool:
+        """Whether there is room for one more who may become the engine."""
+        if self._closed or len(self._accepted) >= CONNECTIONS_MAX:
+            return False
+        self._accepted.add(link)
+        return True
 
     def engine_connected(self, link: "Subscriber") -> None:
         """The newest connection counts: an engine that starts again does not wait for its old one to be missed."""
@@ -292,7 +305,8 @@ class KvEvents:
             old.abort()
         self.queue(link, self._order.connected, 0)
 
-    def engine_gone(self, link: "Subscriber") -> None:
+    def gone(self, link: "Subscriber") -> None:
+        self._accepted.discard(link)
         if self._publisher is link:
             self._publisher = None
 
@@ -425,8 +439,19 @@ class Subscriber(_Paused):
     def __init__(self, events: KvEvents) -> None:
         super().__init__(frame_bytes_max=BATCH_BYTES_MAX, parts_max=3, message_bytes_max=BATCH_BYTES_MAX)
         self._events = events
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._events.accepted(self):
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(GREETING_TIMEOUT_SECONDS, self.abort)
+        else:
+            self.abort()
+        super().connection_made(transport)
 
     def ready(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self.send(_SUBSCRIBE + self._events.topic)
         self._events.engine_connected(self)
 
@@ -434,7 +459,9 @@ class Subscriber(_Paused):
         self._events.batch(self, message)
 
     def ended(self, end: Unanswered) -> None:
-        self._events.engine_gone(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._events.gone(self)
 
 
 class Dealer(_Paused):

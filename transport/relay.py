@@ -87,6 +87,7 @@ class Relay:
         self.on_outcome = on_outcome
         self.live_timeout_seconds = live_timeout_seconds
         self.connections: set[Asker] = set()
+        self.closed = False
         host, port = sock.getsockname()
         self.address: tuple[str, int] = (host, port)
         self._sock = sock
@@ -99,6 +100,7 @@ class Relay:
 
     async def close(self) -> None:
         """Stop listening and end every connection, sent or not."""
+        self.closed = True
         self._opening.cancel()
         await asyncio.gather(self._opening, return_exceptions=True)
         if self._server is not None:
@@ -145,7 +147,9 @@ class Asker(Link):
         self.task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if len(self._relay.connections) >= CONNECTIONS_MAX:
+        if self._relay.closed:  # accepted in the very turn in which that happened
+            self.abort()
+        elif len(self._relay.connections) >= CONNECTIONS_MAX:
             self.abort()
             self._relay.on_outcome("overload", 0.0)
         else:

@@ -246,7 +246,7 @@ def descriptors() -> int:
     return len([link for link in links if link != Path("/dev/null")])
 
 
-async def until(condition: Any, timeout_seconds: float = 3.0) -> None:
+async def until(condition: Any, timeout_seconds: float = 10.0) -> None:
     """Wait for something that other tasks bring about."""
     async with asyncio.timeout(timeout_seconds):
         while not condition():  # noqa: ASYNC110 - there is nothing to be woken by

@@ -81,10 +81,10 @@ def test_how_a_question_goes_unanswered(kind: str, peer: Callable[[], AbstractCo
     async def main(at: Endpoint) -> None:
         began = time.perf_counter()
         with pytest.raises(Unanswered) as raised:
-            await question(at, timeout_seconds=0.2)
+            await question(at, timeout_seconds=0.2 if kind == "silent" else 5.0)
         assert raised.value.kind == kind
         if kind in ("refused", "garbage"):
-            assert time.perf_counter() - began < 0.15
+            assert time.perf_counter() - began < 1
 
     with peer() as at:
         run(main(at))
