@@ -335,6 +335,7 @@ def test_empty_lists(blocks: list[object]) -> None:
     assert verdict(remote_block_ids=blocks, prompt_tokens=16) == "invalid"
     assert verdict(remote_block_ids=blocks, prompt_tokens=5000) == "invalid"
     assert verdict(source=Source(HOSTS), remote_block_ids=blocks) == "empty"
+    assert verdict(remote_block_ids=blocks, prompt_tokens=0) == "invalid"
 
 
 def test_block_size_of_the_local_engine_stands_in() -> None:
@@ -348,6 +349,8 @@ def test_without_any_block_size_nothing_can_be_verified() -> None:
 
 
 def test_number_of_blocks_unknown() -> None:
+    assert verdict(source=Source(HOSTS, EngineFacts(16)), remote_block_ids=[[11, 12, 2**31]]) == "invalid"
+    assert verdict(source=Source(HOSTS, EngineFacts(16)), remote_block_ids=[[], [11, 12, 2**31]]) == "invalid"
     assert verdict(source=Source(HOSTS, EngineFacts(16)), remote_block_ids=[[11, 12, 2**31 - 1]]) == "ok"
 
 

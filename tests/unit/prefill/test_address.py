@@ -107,7 +107,7 @@ NO_ADDRESSES = (
     *("", ":", "a", "a:", ":80", "a:0", "a:65536", "a:-1", "a:+80", "a:8 0", "a:0x50", "a:\uff18\uff10", "a:80x"),
     *("a:80.0", "10.0.0.1", "[::1]", "[::1]80", "::1:80", "https://a:80", "HTTP://a:80", "http://a", "http:///:80"),
     *("a:80/path", "a:80?x", "a:80,b:80", "http://http://a:80", "a:80//", "a:99999999999999999999"),
-    "a:1" + "0" * 9000,
+    *("a:1" + "0" * 9000, "a" * 9000 + ":80", "x" * 60_000, "[" * 400 + "]:80"),
 )
 
 
@@ -116,6 +116,7 @@ def test_what_is_no_host_and_port(text: str) -> None:
     with pytest.raises(BadAddress) as caught:
         parse(text)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400, "it goes into an answer and into the log"
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def test_success_in_between_starts_the_count_anew(breaker: Breaker) -> None:
     for _ in range(10):
         for _ in range(FAILURES_TO_OPEN - 1):
             breaker.failed(0.0)
+        assert breaker.state is State.CLOSED
         breaker.succeeded()
-    assert breaker.state is State.CLOSED
 
 
 def test_opens_at_once(breaker: Breaker) -> None:

@@ -87,6 +87,27 @@ def test_memory_is_bounded() -> None:
     assert len(world._header_cache) <= MAX_ENDPOINTS
     learned = sum(what == "learned" for what, _ in world.heard)
     assert learned - sum(what == "forgotten" for what, _ in world.heard) == len(labels) - 2
+    assert not any(endpoint.forgotten for endpoint in world)
+
+
+def test_forgotten_endpoints_know_it() -> None:
+    """A request may still hold one."""
+    world = World()
+    first = world.candidates([b"first:1"])[0]
+    for n in range(MAX_ENDPOINTS):
+        world.candidates([b"h%d:1" % n])
+    assert first.forgotten
+    again = world.candidates([b"first:1"])[0]
+    assert again is not first
+    assert not again.forgotten
+
+
+def test_refusal_of_a_long_list_is_short() -> None:
+    world = World(allow=())
+    with pytest.raises(NotAllowed) as caught:
+        world.candidates([b",".join(b"host-%d.example.com:8000" % n for n in range(64))])
+    assert "host-0.example.com:8000" in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 # -- the choice ------------------------------------------------------------------------------------------------

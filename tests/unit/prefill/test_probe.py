@@ -1,9 +1,13 @@
-"""What an engine's metrics tell of its KV cache."""
+"""What an engine says of its health, and its metrics of its KV cache."""
 
+from typing import Any, Self
+
+import aiohttp
 import pytest
 
 from sidecar.connectors.connector import EngineFacts
-from sidecar.prefill.probe import parse_facts
+from sidecar.prefill.probe import EngineProbe, parse_facts
+from tests.unit import clock
 
 LINE = (
     'vllm:cache_config_info{block_size="16",cache_dtype="auto",calculate_kv_scales="False",cpu_offload_gb="0",'
@@ -32,3 +36,79 @@ LINE = (
 )
 def test_facts(metrics: str, facts: EngineFacts) -> None:
     assert parse_facts(metrics) == facts
+
+
+class Engine:
+    """An aiohttp session that reaches one engine, and its response."""
+
+    def __init__(self, status: int = 200, body: bytes = b"", error: Exception | None = None) -> None:
+        self.status = status
+        self.body = body
+        self.error = error
+        self.urls: list[str] = []
+        self.content = self
+
+    def get(self, url: str, *, timeout: aiohttp.ClientTimeout, allow_redirects: bool) -> Self:
+        assert timeout.total == 2.5
+        assert not allow_redirects, "an engine may not send us elsewhere"
+        self.urls.append(url)
+        return self
+
+    async def read(self, limit: int) -> bytes:
+        return self.body[:limit]
+
+    async def __aenter__(self) -> Self:
+        if self.error is not None:
+            raise self.error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+
+def ask(engine: Engine, what: str) -> Any:
+    answers: list[Any] = []
+
+    async def main() -> None:
+        probe = EngineProbe(engine, "http://[fd00::1]:8000")  # type: ignore[arg-type]
+        answers.append(await getattr(probe, what)(2.5))
+
+    clock.run(main())
+    return answers[0]
+
+
+ERRORS = {
+    "Connection refused": aiohttp.ClientOSError(111, "Connection refused"),
+    "ServerDisconnectedError": aiohttp.ServerDisconnectedError(),
+    "No route to host": OSError(113, "No route to host"),
+    "2.5 s": TimeoutError(),
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"), [(200, ""), (503, "says 503"), (204, "says 204"), (302, "says 302")]
+)
+def test_health(status: int, problem: str) -> None:
+    engine = Engine(status)
+    answer = ask(engine, "healthy")
+    assert problem in answer
+    assert bool(answer) is bool(problem)
+    assert engine.urls == ["http://[fd00::1]:8000/health"]
+
+
+@pytest.mark.parametrize("hint", ERRORS)
+def test_engines_that_do_not_answer(hint: str) -> None:
+    assert hint in ask(Engine(error=ERRORS[hint]), "healthy")
+    assert ask(Engine(error=ERRORS[hint]), "facts") == EngineFacts()
+
+
+@pytest.mark.parametrize("status", [200, 404, 500, 302])
+def test_facts_over_http(status: int) -> None:
+    engine = Engine(status, LINE.encode() + b"\n\xff")
+    assert ask(engine, "facts") == (EngineFacts(16, 2048) if status == 200 else EngineFacts())
+    assert engine.urls == ["http://[fd00::1]:8000/metrics"]
+
+
+def test_endless_metrics() -> None:
+    """What lies beyond 8 MiB is not read."""
+    assert ask(Engine(body=b"x 1\n" * (3 << 20) + LINE.encode()), "facts") == EngineFacts()
