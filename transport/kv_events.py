@@ -324,11 +324,11 @@ class KvEvents:
     def replay_ended(self, link: "Dealer") -> None:
         self.queue(link, self._order.replay_ended, 0)
 
-    def replay_failed(self, link: "Dealer | None", reason: str) -> None:
-        logger.warning("KV events: no replay (%s); what the engine held before is taken as unknown", reason)
-        if link is not None:
-            self.queue(link, self._order.replay_failed, 0)
-        else:
+    def replay_failed(self, link: "Dealer", reason: str) -> None:
+        """What has come of it and is not followed yet does not count any more."""
+        if link is self._dealer:
+            self._dealer = None
+            logger.warning("KV events: no replay (%s); what the engine held before is taken as unknown", reason)
             self._take(self._order.replay_failed())
 
     # What is done about it, a little in each turn of the loop
@@ -392,8 +392,7 @@ class KvEvents:
         try:
             await dial(dealer, *self._replay, REPLAY_CONNECT_SECONDS)
         except Unanswered as error:
-            self._dealer = None
-            self.replay_failed(None, str(error))
+            self.replay_failed(dealer, str(error))
 
     def _hang_up(self) -> None:
         """End the replay that is under way. What it has sent and is not yet followed does not count any more."""

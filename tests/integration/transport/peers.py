@@ -39,6 +39,7 @@ class Listener:
         self,
         engine_id: str,
         *,
+        host: str = LOCALHOST,
         port: int = 0,
         ranks: int = 1,
         compatibility_hash: str = "h",
@@ -65,10 +66,12 @@ class Listener:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
+        self._socket.ipv6 = ":" in host
+        where = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         if port:
-            self._socket.bind(f"tcp://{LOCALHOST}:{port}")
+            self._socket.bind(f"{where}:{port}")
         else:
-            port = self._socket.bind_to_random_port(f"tcp://{LOCALHOST}")
+            port = self._socket.bind_to_random_port(where)
         self.port = port
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,21 @@ def test_an_engine_is_known_as_soon_as_it_is_added() -> None:
             assert set(prefill.requests) == {(0, 0)}
 
     with Listener("P", ranks=4) as prefill:
+        run(main())
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_an_engine_on_ipv6_is_known_too() -> None:
+    async def main() -> None:
+        endpoint = Endpoint("::1", prefill.port)
+        assert str(endpoint) == f"[::1]:{prefill.port}"
+        assert str(prefill.endpoint) == f"{LOCALHOST}:{prefill.port}"
+        async with watching(endpoint) as channels:
+            where = await channels.relay_address(endpoint, engine_id="P")
+            assert isinstance(where, Address)
+            assert (await asked(where))[0].decodable
+
+    with Listener("P", host="::1") as prefill:
         run(main())
 
 
