@@ -49,7 +49,8 @@ def fields_if_object(body: Body) -> Fields:
         return fields(body)
     except NotAnObject:
         plain = bytes(body).replace(b"\0", b"")  # UTF-16 and UTF-32 are JSON to Python's parser
-        if b"transfer_params" in plain or b"\\u" in plain:
+        begins = plain.lstrip(b"\xef\xbb\xbf\xff\xfe \t\n\r")[:1]  # behind a byte order mark
+        if begins == b"{" and (b"transfer_params" in plain or b"\\u" in plain):
             raise
         return {}
 
