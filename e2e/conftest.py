@@ -12,7 +12,6 @@ import itertools
 import json
 import random
 import socket
-import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -236,10 +235,6 @@ class Passed:
         return parsed
 
 
-class HangUp(Exception):
-    """Raised in a hook: the connection is cut, no answer is given."""
-
-
 @dataclass
 class Tap:
     """An HTTP server before `engine`. Hooks run in the thread of the request and may take their time."""
@@ -333,7 +328,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.owner.asked(passed)
         upstream = http.client.HTTPConnection(HOST, self.owner.engine.port, timeout=ANSWER_TIMEOUT_S)
         try:
-            upstream.request(passed.method, passed.path, passed.body or None, passed.headers)
+            headers = {name: value for name, value in passed.headers.items() if name.lower() != "content-length"}
+            upstream.request(passed.method, passed.path, passed.body or None, headers)
             response = upstream.getresponse()
             if response.chunked:
                 self._stream(response)
@@ -346,8 +342,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
             self.wfile.flush()
             self.close_connection = False
-        except (OSError, HangUp, http.client.HTTPException):
-            self._cut()
+        except (OSError, http.client.HTTPException):
+            pass  # the engine or the sidecar has gone: the other one sees the connection end where it is
         finally:
             upstream.close()
 
@@ -368,12 +364,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.send_header(*framing)
         self.end_headers()
-
-    def _cut(self) -> None:
-        """As an engine that dies: no clean end."""
-        with contextlib.suppress(OSError):
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        self.wfile = socketserver._SocketWriter(self.connection)  # type: ignore[attr-defined]
 
 
 class Hold:
@@ -499,15 +489,16 @@ def pair(rig: Rig) -> Iterator[Pair]:
 
 def mended(pair: Pair) -> Pair:
     """Both engines run and are healthy, now and after the test."""
-    _mend(pair.prefill, pair.decode)
-    pair.closing(lambda: _mend(pair.prefill, pair.decode))
+    mend(pair.prefill, pair.decode)
+    pair.closing(lambda: mend(pair.prefill, pair.decode))
     return pair
 
 
-def _mend(*engines: Engine) -> None:
+def mend(*engines: Engine) -> None:
+    """None of them is stopped, dead or dying."""
     for engine in engines:
         engine.cont()
-    dead = [engine for engine in engines if not (engine.alive() and _comes_back(engine))]
+    dead = [engine for engine in engines if not engine.healthy() and not (engine.alive() and _comes_back(engine))]
     for engine in dead:
         engine.kill()
         engine.start()

@@ -21,7 +21,7 @@ from e2e.conftest import (
     together,
 )
 
-TOKENS = 150
+TOKENS = 100
 """Half a second or more of an answer."""
 
 

@@ -15,11 +15,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from e2e.conftest import (
+    COMPLETIONS,
+    GENERATE,
+    Api,
     Pair,
+    Passed,
     Questions,
     Tap,
+    ask,
     eventually,
     idle,
+    local_text,
+    mend,
+    mended,
+    request_body,
+    text_of,
+    token_ids,
 )
 
 if TYPE_CHECKING:
@@ -217,25 +228,51 @@ class Line:
 
 
 @pytest.fixture(scope="module")
-def line(rig: Rig) -> Iterator[Line]:
+def whole_line(rig: Rig) -> Iterator[Line]:
     with ExitStack() as stack:
-        line = Line(Pair(rig.prefill[0], rig.decode[0], stack))
+        line = Line(mended(Pair(rig.prefill[0], rig.decode[0], stack)))
         yield line
         idle(line.sidecar)
 
 
+@pytest.fixture
+def line(whole_line: Line) -> Line:
+    mend(whole_line.pair.prefill, whole_line.pair.decode)
+    return whole_line
+
+
 @pytest.mark.parametrize(("lie", "reason"), TABLE)
-def test_no_handoff_kills(line: Line, pair: Pair, lie: Lie, reason: str) -> None:
-    decode, prefill = pair.decode.session, pair.prefill.session
+def test_no_handoff_kills(line: Line, lie: Lie, reason: str) -> None:
     answer = line.lie(lie)
-    target = line.tap.address
-    assert answer.decision == (f"recompute; reason=handoff_{reason}" if reason else f"remote; prefill={target}")
-    assert pair.decode.session == decode
-    assert pair.decode.healthy()
+    honest = f"remote; prefill={line.tap.address}"
+    assert answer.decision == (f"recompute; reason=handoff_{reason}" if reason else honest)
+    assert line.pair.decode.healthy()
     # The next honest one is used: nothing of the lie is left behind in the sidecar or in the engines. (The third
     # lie in a row would open the breaker.)
     line.lies_in_a_row += 1
     if line.lies_in_a_row == 2 or reason not in ("invalid", "wrong_host"):
-        eventually(lambda: line.ask().decision == f"remote; prefill={target}")
+        eventually(lambda: line.ask().decision == honest)
         line.lies_in_a_row = 0
-    assert pair.prefill.session == prefill
+    assert line.pair.prefill.healthy()
+
+
+@pytest.mark.parametrize("by", [-40, -1, 1, 40])
+@pytest.mark.parametrize("api", [COMPLETIONS, GENERATE], ids=str)
+def test_nor_does_the_handoff_of_another_prompt(line: Line, api: Api, by: int) -> None:
+    """True in every word, but of more or fewer tokens, as another tokenizer or a truncation makes them."""
+
+    def asked(passed: Passed) -> None:
+        name = "prompt" if api is COMPLETIONS else "token_ids"
+        ids = passed.json[name]
+        passed.body = json.dumps({**passed.json, name: ids[:by] if by < 0 else [*ids, *ids[:by]]}).encode()
+
+    body = request_body(api, token_ids(290))
+    line.tap.asked = asked
+    try:
+        answer = ask(line.sidecar, api, body)
+    finally:
+        line.tap.honest()
+    assert answer.decision == "recompute; reason=handoff_invalid"
+    assert line.pair.decode.healthy()
+    assert text_of(answer) == local_text(line.pair.decode, api, body)
+    eventually(lambda: line.ask().decision == f"remote; prefill={line.tap.address}")

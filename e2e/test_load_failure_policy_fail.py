@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,9 +22,6 @@ from e2e.conftest import (
     mended,
 )
 from e2e.engines import Rig
-
-if TYPE_CHECKING:
-    from tests.integration.sidecar import Sidecar
 
 AT_ONCE = 8
 REASONS = {
@@ -48,34 +44,28 @@ def pair(rig: Rig, strict_rig: Rig) -> Iterator[Pair]:
         yield mended(Pair(rig.prefill[0], strict_rig.decode[0], stack))
 
 
-def killed_in_mid_transfer(pair: Pair, *flags: str) -> tuple[Sidecar, Asking]:
+def test_killed_in_mid_transfer(pair: Pair) -> None:
+    """Both policies: the local text, or a status and no stream."""
     questions = Questions(pair.decode)
     tap = pair.tap(pair.prefill)
-    sidecar = pair.serve(*FLAGS, *flags, prefill=tap.address)
+    sidecar = pair.serve(*FLAGS, prefill=tap.address)
+    strict = pair.serve(*FLAGS, "--on-prefill-failure", "fail", prefill=tap.address)
     assert questions.next().ask(sidecar).decision.startswith("remote")  # the engines know each other
-    hold = Hold(tap, AT_ONCE)
-    asking = Asking(sidecar, [questions.next() for _ in range(AT_ONCE)])
+    hold = Hold(tap, 2 * AT_ONCE)
+    recomputed = Asking(sidecar, [questions.next() for _ in range(AT_ONCE)])
+    failed = Asking(strict, [questions.next() for _ in range(AT_ONCE)])
     hold.wait_for_all()
     pair.prefill.stop()
     hold.release()
-    eventually(lambda: pair.waiting_for_kv() == AT_ONCE)
+    eventually(lambda: pair.waiting_for_kv() == 2 * AT_ONCE)
     pair.prefill.kill()
-    return sidecar, asking
-
-
-def test_the_client_gets_the_local_text(pair: Pair) -> None:
-    sidecar, asking = killed_in_mid_transfer(pair)
-    assert set(asking.decisions()) == {f"recompute; reason={reason}" for reason in REASONS}
+    assert set(recomputed.decisions()) == {f"recompute; reason={reason}" for reason in REASONS}
     by_reset = [decision["api"] for decision in sidecar.decisions() if decision["reason"] == "pull_reset"]
     assert set(by_reset) == {"responses"}
-    idle(sidecar)
-
-
-def test_without_recompute_it_gets_a_status_and_no_stream(pair: Pair) -> None:
-    sidecar, asking = killed_in_mid_transfer(pair, "--on-prefill-failure", "fail")
-    answers = asking.answers()
+    answers = failed.answers()
     assert {(answer.status, answer.reason_code) for answer in answers} == {(502, reason) for reason in REASONS}
     idle(sidecar)
+    idle(strict)
 
 
 def test_without_the_relay_too(pair: Pair) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from e2e.conftest import Asking, Hold, Pair, Questions, eventually, idle
 
 PREFILL_TIMEOUT_S = 2.0
@@ -21,52 +19,46 @@ FLAGS = (
     *("--pull-timeout", f"{PULL_TIMEOUT_S}"),
     *("--recompute-max-concurrent", "64"),
 )
+FAIL = ("--on-prefill-failure", "fail")
 
 
 def test_before_the_prefill(pair: Pair) -> None:
     questions = Questions(pair.decode)
-    sidecar = pair.serve(*FLAGS)
+    sidecar, strict = pair.serve(*FLAGS), pair.serve(*FLAGS, *FAIL)
     assert questions.next().ask(sidecar).decision.startswith("remote")
     pair.prefill.stop()
     asking = Asking(sidecar, [questions.next() for _ in range(4)])
-    decisions = asking.decisions(PREFILL_TIMEOUT_S + COMPUTE_S)
-    assert "recompute; reason=prefill_timeout" in decisions
+    (answer,) = Asking(strict, [questions.next()]).answers(PREFILL_TIMEOUT_S + COMPUTE_S)
+    assert (answer.status, answer.reason_code) == (504, "prefill_timeout")
+    assert "recompute; reason=prefill_timeout" in asking.decisions(PREFILL_TIMEOUT_S + COMPUTE_S)
     pair.prefill.cont()
     eventually(lambda: questions.next().ask(sidecar).decision.startswith("remote"))
     idle(sidecar)
+    idle(strict)
 
 
-def test_before_the_prefill_where_nothing_is_recomputed(pair: Pair) -> None:
-    questions = Questions(pair.decode)
-    sidecar = pair.serve(*FLAGS, "--on-prefill-failure", "fail")
-    pair.prefill.stop()
-    (answer,) = Asking(sidecar, [questions.next()]).answers(PREFILL_TIMEOUT_S + COMPUTE_S)
-    assert (answer.status, answer.reason_code) == (504, "prefill_timeout")
-    idle(sidecar)
-
-
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_while_decode_waits_for_its_kv(pair: Pair, policy: str) -> None:
+def test_while_decode_waits_for_its_kv(pair: Pair) -> None:
     questions = Questions(pair.decode)
     tap = pair.tap(pair.prefill)
-    sidecar = pair.serve(*FLAGS, "--on-prefill-failure", policy, prefill=tap.address)
+    sidecar = pair.serve(*FLAGS, prefill=tap.address)
+    strict = pair.serve(*FLAGS, *FAIL, prefill=tap.address)
     assert questions.next().ask(sidecar).decision.startswith("remote")  # the engines know each other
-    hold = Hold(tap, 4)
-    asking = Asking(sidecar, [questions.next() for _ in range(4)])
+    hold = Hold(tap, 8)
+    recomputed = Asking(sidecar, [questions.next() for _ in range(4)])
+    failed = Asking(strict, [questions.next() for _ in range(4)])
     hold.wait_for_all()
     pair.prefill.stop()
     hold.release()
-    answers = asking.answers(PULL_TIMEOUT_S + COMPUTE_S)
-    reasons = {answer.decision or answer.reason_code for answer in answers}
-    assert reasons == {f"{'recompute' if policy == 'recompute' else 'refused'}; reason=pull_peer_silent"}
-    assert {answer.status for answer in answers} == {200 if policy == "recompute" else 504}
+    assert set(recomputed.decisions(PULL_TIMEOUT_S + COMPUTE_S)) == {"recompute; reason=pull_peer_silent"}
+    answers = failed.answers(PULL_TIMEOUT_S + COMPUTE_S)
+    assert {(answer.status, answer.reason_code) for answer in answers} == {(504, "pull_peer_silent")}
     # The decode engine is as good as new, though the reads that it began are still under way.
     began = time.monotonic()
     questions.next().ask(pair.decode)
     assert time.monotonic() - began < COMPUTE_S
     pair.prefill.cont()
-    tap.honest()
-    eventually(lambda: questions.next().ask_for_better_or_worse(sidecar).decision.startswith("remote"), 30.0)
+    eventually(lambda: questions.next().ask(sidecar).decision.startswith("remote"), 30.0)
     idle(sidecar)
+    idle(strict)
     for engine in (pair.decode, pair.prefill):
         eventually(lambda engine=engine: engine.kv_usage() == 0.0)

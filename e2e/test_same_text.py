@@ -6,7 +6,9 @@ by way of a handshake that the decode engine was only ever told to make with thi
 from __future__ import annotations
 
 import ipaddress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -29,21 +31,31 @@ from e2e.conftest import (
     token_ids,
 )
 
+if TYPE_CHECKING:
+    from e2e.engines import Rig
+    from tests.integration.sidecar import Sidecar
+
+
+@pytest.fixture(scope="module")
+def sidecar(rig: Rig) -> Iterator[Sidecar]:
+    with ExitStack() as stack:
+        sidecar = Pair(rig.prefill[0], rig.decode[0], stack).serve()
+        yield sidecar
+        idle(sidecar)
+
+
 RELAY_NETWORK = ipaddress.ip_network("127.77.0.0/16")
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("length", [8, 300, 4000], ids=["under a block", "medium", "long"])
-def test_the_text_is_the_same_on_every_api(pair: Pair, length: int, streamed: bool) -> None:
-    sidecar = pair.serve()
+def test_the_text_is_the_same_on_every_api(pair: Pair, sidecar: Sidecar, length: int, streamed: bool) -> None:
     for api in APIS:
         body = request_body(api, prompt_for(api, length), stream=streamed)
         check_remote(pair, sidecar.port, api, body)
-    idle(sidecar)
 
 
-def test_prompts_of_token_ids_and_every_length_around_a_block(pair: Pair) -> None:
-    sidecar = pair.serve()
+def test_prompts_of_token_ids_and_every_length_around_a_block(pair: Pair, sidecar: Sidecar) -> None:
     for blocks in (1, 2, 9):
         for over in (-1, 0, 1):
             body = request_body(COMPLETIONS, token_ids(blocks * BLOCK_TOKENS + over))
@@ -62,8 +74,7 @@ def check_remote(pair: Pair, port: int, api: Api, body: dict[str, Any]) -> None:
     assert text_of(answer) == text_of(local), api
 
 
-def test_a_conversation_pulls_only_what_the_decode_engine_does_not_hold(pair: Pair) -> None:
-    sidecar = pair.serve()
+def test_a_conversation_pulls_only_what_the_decode_engine_does_not_hold(pair: Pair, sidecar: Sidecar) -> None:
     messages = [{"role": "user", "content": prompt(500)}]
     held = 0
     for _ in range(3):

@@ -15,7 +15,6 @@ from e2e.conftest import (
     HOST,
     Pair,
     Questions,
-    eventually,
     idle,
 )
 
@@ -54,17 +53,14 @@ def test_a_dead_listener_costs_no_time(pair: Pair) -> None:
     tap.seen.clear()
 
     sidecar = pair.serve(prefill=tap.address)
-    for number in range(4):
-        assert timed(questions, sidecar) < min(local_s + 2.0, HANDSHAKE_TIMEOUT_S - 1.0), number
-        time.sleep(number)  # longer than a breaker's pause
+    for pause_s in (0.0, 1.5, 0.0):  # longer than a breaker's first
+        assert timed(questions, sidecar) < min(local_s + 2.0, HANDSHAKE_TIMEOUT_S - 1.0)
+        time.sleep(pause_s)
     decisions = [decision["reason"] for decision in reversed(sidecar.decisions())]
-    assert decisions == ["handoff_side_channel_dead", *["no_usable_prefill"] * 3]
+    assert decisions == ["handoff_side_channel_dead", *["no_usable_prefill"] * 2]
     assert len(tap.seen) == 1  # nothing is paid for twice once it is known
     assert sidecar.metrics()("fallbacks_total", reason="side_channel_dead") == 1
     idle(sidecar)
-
-    pair.prefill.restart()
-    eventually(lambda: questions.next().ask(sidecar).decision.startswith("remote"))
 
 
 def timed(questions: Questions, where: object) -> float:
