@@ -4,6 +4,7 @@ A leg knows how its answer is to be read (whole, relayed, thrown away); what fol
 machine.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from operator import is_
@@ -18,10 +19,6 @@ from sidecar.exchange.usage import CachedTokens
 
 if TYPE_CHECKING:
     from sidecar.edge.runner import Runner
-
-
-def _nowhere(_raw: bytes) -> None:
-    """Until the answer's head is written there is nowhere to relay to."""
 
 
 class Leg:
@@ -177,7 +174,7 @@ class DecodeLeg(Leg):
         self._ends_whole = True
         """What was handed on so far ended with a whole chunk of the engine's."""
         self._is_chunked = False
-        self._to_client: Callable[[bytes], None] = _nowhere
+        self._to_client: asyncio.Transport | None = None
         self._at_boundary = True
 
     def connected(self, connection: EngineConnection, reused: bool) -> None:
@@ -334,13 +331,15 @@ class DecodeLeg(Leg):
             self._tail = pieces[-1]
         connection = self._connection
         if connection is not None and connection.relay is None and self._is_chunked and client.transport:
-            self._to_client = client.transport.write
+            self._to_client = client.transport
             connection.relay = self._relay_chunk
 
     def _relay_chunk(self, raw: bytes) -> None:
         """A whole chunk, as most tokens come; this and `EngineConnection.data_received` are all that they pass."""
-        self._tail = raw
-        self._to_client(raw)
+        transport = self._to_client
+        if transport is not None and not transport.is_closing():  # uvloop raises for a closed one
+            self._tail = raw
+            transport.write(raw)
 
     def _write_pieces(self, _raw: bytes, pieces: Sequence[bytes]) -> None:
         client = self._runner.client
