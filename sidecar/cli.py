@@ -136,10 +136,9 @@ class Sidecar:
         facts = FactsKeeper(self._background, self._prefill_probe, self._loop.time)
         watch = Watch(self._background, self._prefill_alive, settings.pull_timeout, self._loop.time)
         for rank in range(settings.data_parallel_size):
-            await self._listen(rank, facts, watch)
+            await self._listen(rank, watch)
         self._open_side_channels()
-        for endpoint in self._endpoints:
-            facts.want(endpoint)
+        self._background.start("facts of prefill endpoints", facts.run(self._endpoints))
         self._background.start("health of the decode engine", health.run())
         if settings.warm_up == "on" and self._gate is not None:
             self._warm_up = self._make_warm_up(self._gate)
@@ -168,7 +167,7 @@ class Sidecar:
         for endpoint in self._endpoints:
             gate.learn(endpoint)
 
-    async def _listen(self, rank: int, facts: FactsKeeper, watch: Watch) -> None:
+    async def _listen(self, rank: int, watch: Watch) -> None:
         settings = self.settings
         service = Service(
             loop=self._loop,
@@ -189,7 +188,6 @@ class Sidecar:
             observer=self._observer,
             watch=watch,
             gate=self._gate,
-            facts=facts,
         )
         server = Server(service, settings.host, settings.port + rank)
         self._servers.append(server)

@@ -12,6 +12,8 @@ _log = logging.getLogger("sidecar")
 
 PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
+FACTS_EVERY_S = 10.0
+"""Between two attempts at an engine that does not tell them."""
 FAILURES_TO_UNREADY = 3
 """One slow probe of an engine that computes is no reason to take its streams away."""
 
@@ -23,6 +25,7 @@ class Health:
         """`not_yet(seconds since the engine came up)` says why clients should wait all the same, or ""."""
         self._not_yet = not_yet
         self._healthy_since = 0.0
+        self._next_facts = 0.0
         self._live = live
         self._probes = probes
         self._failures = FAILURES_TO_UNREADY
@@ -53,12 +56,21 @@ class Health:
             self._failures += 1
             self._problem = problem
         else:
+            await self._learn_facts(came_up=not was_up)
             if not was_up:
                 self._healthy_since = time.monotonic()
             self._failures = 0
-            if not self._live.engine_facts.block_size or not was_up:
-                # Asked again after every absence: another engine may have come up.
-                self._live.engine_facts = await self._probes[0].facts(PROBE_TIMEOUT_S)
+        self._say()
+
+    async def _learn_facts(self, *, came_up: bool) -> None:
+        """Before an engine that came up is ready: without its block size no handoff can be checked. Asked again
+        after every absence, because another engine may have come up."""
+        now = time.monotonic()
+        if came_up or (not self._live.engine_facts.block_size and now >= self._next_facts):
+            self._next_facts = now + FACTS_EVERY_S
+            self._live.engine_facts = await self._probes[0].facts(PROBE_TIMEOUT_S)
+
+    def _say(self) -> None:
         if self._last_said != self.problem:
             self._last_said = self.problem
             if self.problem:

@@ -67,9 +67,10 @@ def decide(
     header: list[bytes],
     endpoints: Endpoints,
     min_remote_tokens: int,
+    block_size: int,
 ) -> Decision:
     """Local, remote or refused. `splits` is whether the connector ever splits; `header` holds the values of
-    `x-prefiller-host-port`."""
+    `x-prefiller-host-port`; `block_size` is the local engine's, 0 if unknown."""
     if mode is Mode.OFF or not splits:
         return DISABLED
     if api is None:
@@ -88,6 +89,10 @@ def decide(
     is_short = mode is Mode.AUTO and tokens < min_remote_tokens
     if not endpoints.any_usable(candidates):
         return _unusable(candidates, tokens, is_short)
+    if not block_size and not any(endpoint.facts.block_size for endpoint in candidates):
+        # Every handoff would be refused as unverifiable, each prompt computed twice.
+        why = "the block size is unknown: neither engine's /metrics tells it"
+        return Decision(Kind.LOCAL, "no_usable_prefill", why, tokens, budgeted=not is_short)
     if mode is Mode.ON:
         reason = "on"
     elif is_short:

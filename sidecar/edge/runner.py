@@ -96,6 +96,7 @@ class Runner:
                 request.read.get(b"x-prefiller-host-port", []),
                 service.endpoints,
                 settings.min_remote_tokens,
+                service.live.engine_facts.block_size,
             )
         except Undecodable as error:
             self._refuse(error.row, error.detail)
@@ -185,7 +186,6 @@ class Runner:
     def _prefill(self, command: life.Prefill) -> None:
         service = self._service
         endpoint = command.endpoint
-        service.facts.want(endpoint)
         self._drop_leg()
         loop = service.loop
         if not self._times.prefill_sent:

@@ -76,13 +76,6 @@ class HandoffGate(Protocol):
         """Calls `admitted`, at once or soon, with the handoff as the local engine may have it."""
 
 
-class FactsSource(Protocol):
-    """Finds out block size and number of blocks of a prefill endpoint."""
-
-    def want(self, endpoint: Endpoint) -> None:
-        """Starts finding out if it is not known; returns at once."""
-
-
 @dataclass(slots=True)
 class Service:
     """One serving port (one rank)."""
@@ -99,4 +92,3 @@ class Service:
     watch: PeerWatch
     gate: HandoffGate | None
     """None: handoffs are passed on with the address that the prefill engine gave."""
-    facts: FactsSource

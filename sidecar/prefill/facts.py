@@ -1,12 +1,14 @@
-"""Keeps the facts of prefill endpoints: asked for when an endpoint is first used, and again while unknown."""
+"""Keeps the facts of prefill endpoints: asked for as soon as one is known, and again while it does not tell."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable
 
 from sidecar.background import Background
 from sidecar.prefill.endpoints import Endpoint
 from sidecar.prefill.probe import EngineProbe
 
 TIMEOUT_S = 5.0
+LOOK_EVERY_S = 1.0
 PAUSE_S = 10.0
 """Between two attempts at an endpoint that does not tell."""
 REFRESH_S = 300.0
@@ -23,6 +25,13 @@ class FactsKeeper:
         self._probe = probe
         self._now = now
         self._next: dict[Endpoint, float] = {}
+
+    async def run(self, endpoints: Iterable[Endpoint]) -> None:
+        """Asks every endpoint whose turn it is, for ever."""
+        while True:
+            for endpoint in list(endpoints):
+                self.want(endpoint)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def want(self, endpoint: Endpoint) -> None:
         """Starts asking if it is time to; returns at once."""

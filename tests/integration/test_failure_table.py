@@ -705,6 +705,7 @@ def test_black_holed_decode_engine() -> None:
             ready="/livez",
         )
         try:
+            prefill.wait_for(lambda engine: any(one.status for one in engine.requests if one.target == "/metrics"))
             with ThreadPoolExecutor() as pool:
                 split = pool.submit(sidecar.ask, "POST", COMPLETIONS, completion())
                 local = pool.submit(sidecar.ask, "POST", COMPLETIONS, completion(echo=True))
@@ -715,18 +716,24 @@ def test_black_holed_decode_engine() -> None:
 
 
 def test_unknown_block_size() -> None:
-    """Row `handoff_unverifiable`: a handoff that cannot be checked is not passed on."""
-    with ThreadedEngine() as prefill, ThreadedEngine() as decode:
-        for engine in (prefill, decode):
+    """Row `handoff_unverifiable`: a handoff that cannot be checked is not passed on; none is asked for where it is
+    known beforehand."""
+    with ThreadedEngine() as mute, ThreadedEngine() as prefill, ThreadedEngine() as decode:
+        for engine in (mute, decode):
             engine.fault(Fault(status=404), path="/metrics")
         sidecar = Sidecar(
-            *("--model-server-port", str(decode.port), "--disagg", "on", "--prefill", prefill.address),
-            *("--nixl-relay", "off"),
+            *("--model-server-port", str(decode.port), "--disagg", "on", "--nixl-relay", "off"),
+            *("--prefill", mute.address, "--prefill", prefill.address),
         )
         try:
-            answer = sidecar.ask("POST", COMPLETIONS, completion())
-            assert answer.status == 200
-            assert answer.decision == "recompute; reason=handoff_unverifiable"
+            named = [("x-prefiller-host-port", mute.address)]
+            answer = sidecar.ask("POST", COMPLETIONS, completion(), named)
+            assert (answer.status, answer.decision) == (200, "local; reason=no_usable_prefill")
+            assert not [one for one in mute.requests if one.method == "POST"]
+            prefill.wait_for(lambda engine: any(one.status for one in engine.requests if one.target == "/metrics"))
+            named = [("x-prefiller-host-port", f"{mute.address},{prefill.address}")]
+            answer = sidecar.ask("POST", COMPLETIONS, completion(), named)
+            assert (answer.status, answer.decision) == (200, "recompute; reason=handoff_unverifiable")
             assert not any(map(with_handoff, decode.requests))
         finally:
             sidecar.stop()

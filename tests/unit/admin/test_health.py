@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from sidecar.admin.health import FAILURES_TO_UNREADY, Health
+from sidecar.admin.health import FACTS_EVERY_S, FAILURES_TO_UNREADY, Health
 from sidecar.connectors.connector import EngineFacts
 from sidecar.decision.guards import Mode
 from sidecar.edge.service import Live
@@ -105,11 +105,30 @@ def test_facts_are_asked_for_after_every_absence() -> None:
     assert world.ranks[0].asked_for_facts == 2
 
 
-def test_facts_that_were_not_told_are_asked_for_again() -> None:
+def test_facts_that_were_not_told_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("sidecar.admin.health.time.monotonic", lambda: now)
     world = World()
     world.ranks[0].told = EngineFacts()
+    assert world.look(3) == ""
+    assert world.ranks[0].asked_for_facts == 1
+    now += FACTS_EVERY_S
     world.look(3)
-    assert world.ranks[0].asked_for_facts == 3
+    assert world.ranks[0].asked_for_facts == 2
+
+
+def test_not_ready_before_the_facts_are_known() -> None:
+    """The first request would be prefilled remotely, and its handoff could not be checked."""
+    seen = []
+    world = World()
+
+    async def facts(_timeout_s: float) -> EngineFacts:
+        seen.append(world.health.problem)
+        return EngineFacts(16, 1000)
+
+    world.ranks[0].facts = facts  # type: ignore[method-assign]
+    assert world.look() == ""
+    assert seen == ["the decode engine has not answered yet"]
 
 
 def test_one_line_per_change(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sidecar.connectors.connector import EngineFacts
 from sidecar.decision.guards import Decision, Kind, Mode, decide
 from sidecar.exchange.apis import APIS, CHAT, COMPLETIONS, Api
 from sidecar.exchange.splice import fields
@@ -32,13 +33,14 @@ class World:
         api: Api | None = COMPLETIONS,
         tokens: int = 1000,
         splits: bool = True,
+        block_size: int = 16,
         **more: Any,
     ) -> Decision:
         body = {"prompt": [1] * tokens, **more}
         if api is CHAT:
             body = {"messages": [], **more}
         members = fields(json.dumps(body))
-        return decide(mode, splits, api, members, list(header), self.endpoints, self.minimum)
+        return decide(mode, splits, api, members, list(header), self.endpoints, self.minimum, block_size)
 
     def open_all(self) -> None:
         for endpoint in self.endpoints:
@@ -199,3 +201,13 @@ def test_tokens_are_told_for_the_budget(world: World) -> None:
     assert world.decide(tokens=777).estimated_tokens == 777
     world.open_all()
     assert world.decide(tokens=777).estimated_tokens == 777
+
+
+def test_no_prefill_is_paid_for_while_no_handoff_could_be_checked(world: World) -> None:
+    decision = world.decide(block_size=0)
+    assert outcome(decision) == ("local", "no_usable_prefill")
+    assert "block size" in decision.detail
+    assert decision.budgeted
+    assert not world.decide(block_size=0, tokens=1).budgeted
+    next(iter(world.endpoints)).facts = EngineFacts(16, 100)
+    assert outcome(world.decide(block_size=0)) == ("remote", "long")

@@ -6,7 +6,8 @@ from sidecar.background import Background
 from sidecar.connectors.connector import EngineFacts
 from sidecar.prefill.address import Address
 from sidecar.prefill.endpoints import Endpoint
-from sidecar.prefill.facts import PAUSE_S, REFRESH_S, FactsKeeper
+from sidecar.prefill.facts import LOOK_EVERY_S, PAUSE_S, REFRESH_S, FactsKeeper
+from tests.unit import clock
 
 
 class World:
@@ -79,6 +80,20 @@ def test_what_the_side_channel_told_counts_for_more() -> None:
         assert a.facts.block_size == 16
 
     asyncio.run(main())
+
+
+def test_every_endpoint_gets_its_turn() -> None:
+    async def main() -> None:
+        world, known = World(), [endpoint()]
+        world.told = EngineFacts(16, 100)
+        task = asyncio.create_task(world.keeper.run(known))
+        await asyncio.sleep(0.01)
+        known.append(endpoint())
+        await asyncio.sleep(LOOK_EVERY_S + 0.1)
+        task.cancel()
+        assert [one.facts for one in known] == [EngineFacts(16, 100)] * 2
+
+    clock.run(main())
 
 
 def test_memory_is_bounded() -> None:
