@@ -6,7 +6,7 @@ refuse is said to be incompatible; what depends on things that the metadata does
 host buffers, `enable_permute_local_kv`) is left for the engine to find out.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -250,9 +250,3 @@ _PAIR_RULES: Final[tuple[_PairRule, ...]] = (
     _regions,
     _block_len,
 )
-
-
-def block_ids_fit(geometry: Geometry, block_ids: Iterator[int]) -> bool:
-    """Whether every block id of a handoff exists on the engine that wrote it."""
-    bound = geometry.logical_blocks
-    return all(0 <= block_id < bound for block_id in block_ids)

@@ -399,42 +399,4 @@ class DecodeLeg(Leg):
         return b"%x\r\n%b\r\n" % (len(event), event)
 
 
-class ReleaseLeg(Leg):
-    """Gives a handoff back: asks the local engine for a model that does not exist, with the handoff attached. The
-    engine refuses with 404 and tells the prefill engine to free the blocks (vLLM 0.32,
-    generate/base/serving.py: notify_kv_transfer_request_rejected), in place of the lease running out."""
-
-    name = "release"
-
-    def __init__(self, runner: "Runner", params: bytes) -> None:
-        body = (
-            b'{"model":"pd-sidecar/released-handoff","prompt":[1],"max_tokens":1,"kv_transfer_params":%b}' % params
-        )
-        request = runner.request
-        authorization = b"".join(
-            [b"%b: %b\r\n" % header for header in request.headers if header[0].lower() == b"authorization"]
-        )
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"%bcontent-length: %d\r\n\r\n"
-        ) % (authorization, len(body))
-        super().__init__(runner, (head, body))
-
-    def head(self, head: Head) -> None:
-        pass
-
-    def data(self, raw: bytes, pieces: Sequence[bytes], last: bool) -> None:
-        if last:
-            self._connection = None
-            self._runner.finish()
-
-    def failed(self, fault: str, detail: str, untouched: bool) -> None:
-        self._connection = None
-        if not self._dropped:
-            self._runner.finish()
-
-    def _may_try_again(self) -> bool:
-        return False
-
-
-__all__ = ["DecodeLeg", "Leg", "PrefillLeg", "ReleaseLeg"]
+__all__ = ["DecodeLeg", "Leg", "PrefillLeg"]

@@ -14,7 +14,8 @@ from sidecar.decision.guards import decide
 from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable, decoded
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
-from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg, ReleaseLeg
+from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg
+from sidecar.edge.release import Release
 from sidecar.edge.request import Request
 from sidecar.edge.service import Service, Times
 from sidecar.edge.tunnel import join
@@ -261,12 +262,6 @@ class Runner:
             self._client.close_after_write()
         self._finish()
 
-    def _release(self, command: life.Release) -> None:
-        self._drop_leg()
-        params = self._service.connector.decode_params(command.handoff)
-        self._start_leg(ReleaseLeg(self, params), self._service.engine)
-        self._timer = self._service.loop.call_later(self._service.settings.pull_timeout, self._finish)
-
     def _to_first_byte(self, _command: life.ToFirstByte) -> None:
         self._timer = self._service.loop.call_later(self._service.settings.pull_timeout, self._finish)
 
@@ -317,6 +312,8 @@ class Runner:
 
     def decode_answered(self, head: Head) -> None:
         assert self._exchange is not None
+        self._exchange.decode_status(head.status)
+        self._give_back()
         is_events = head.value(b"content-type").startswith(b"text/event-stream")
         if self._client_left and not (head.status == 200 and is_events):
             self._finish()  # it was let to its first byte, and this is it
@@ -332,6 +329,12 @@ class Runner:
             self._finish()
         else:
             self._do(self._exchange.first_event(is_error))
+
+    def _give_back(self) -> None:
+        assert self._exchange is not None
+        handoff = self._exchange.take_release()
+        if handoff is not None:
+            Release(self._service, handoff, self._request.headers)
 
     def _stop_watching(self) -> None:
         if self._unwatch is not None:
@@ -452,6 +455,7 @@ class Runner:
         exchange = self._exchange
         if exchange is not None:
             exchange.close()
+            self._give_back()
             self._service.observer.finished(
                 self._api.name if self._api is not None else "other",
                 exchange,
@@ -492,7 +496,6 @@ _CARRY_OUT: dict[type, Callable[[Runner, Any], None]] = {
     life.Peek: Runner._peek,
     life.Answer: Runner._answer,
     life.BreakOff: Runner._break_off,
-    life.Release: Runner._release,
     life.ToFirstByte: Runner._to_first_byte,
     life.Wait: Runner._wait,
     life.Close: Runner._close,

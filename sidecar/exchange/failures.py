@@ -124,7 +124,7 @@ ROWS: tuple[Row, ...] = (
     Row(_H, "unreachable", Then.ANSWER, 503, "the decode engine accepts no connection", retry_after_s=2),
     Row(_H, "client_left", Then.RELEASE, 0, "the client left before decode was asked"),
     # -- pull: decode was asked with a handoff, the client has nothing yet --
-    Row(_U, "rejected", Then.RELAY, 0, "4xx: the client's own mistake"),
+    Row(_U, "rejected", Then.RELAY, 0, "4xx: the client's own mistake; the handoff is given back"),
     Row(_U, "reset", Then.POLICY, 502, "the decode engine broke off with a handoff attached", blames=True),
     Row(_U, "server_error", Then.POLICY, 502, "the decode engine answered 5xx to a handoff", blames=True),
     Row(_U, "error_event", Then.POLICY, 502, "the stream began with an error: the KV load failed", blames=True),

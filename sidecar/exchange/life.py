@@ -58,12 +58,6 @@ class BreakOff(msgspec.Struct, frozen=True):
     row: Row
 
 
-class Release(msgspec.Struct, frozen=True):
-    """Give `handoff` back to the prefill engine; nobody waits for an answer."""
-
-    handoff: Handoff
-
-
 class ToFirstByte(msgspec.Struct, frozen=True):
     """Nobody waits any more, but the engine is let to its first byte before its connection is closed."""
 
@@ -76,7 +70,7 @@ class Close(msgspec.Struct, frozen=True):
     """Close what is open; nobody waits for an answer."""
 
 
-Command = Prefill | Check | Decode | Relay | Peek | Answer | BreakOff | Release | ToFirstByte | Wait | Close
+Command = Prefill | Check | Decode | Relay | Peek | Answer | BreakOff | ToFirstByte | Wait | Close
 
 RELAY, PEEK, TO_FIRST_BYTE, WAIT, CLOSE = Relay(), Peek(), ToFirstByte(), Wait(), Close()
 
@@ -113,6 +107,8 @@ class Exchange:
         "_now",
         "_prefilling",
         "_recompute_on_failure",
+        "_spent",
+        "_to_release",
         "_trial",
         "_tried",
         "decision",
@@ -168,9 +164,12 @@ class Exchange:
         self._block_size = 0
         self._checked = False
         """The handoff at hand passed the side channel's check."""
+        self._spent: Handoff | None = None
+        """The handoff that a decode leg carries, until that leg is answered."""
+        self._to_release: Handoff | None = None
         self._client_left = False
-        self._trial = False
-        """This request is the trial of its endpoint's half-open breaker and has not said how it went."""
+        self._trial = 0
+        """Number of this request as its breaker's trial, while it has not said how it went."""
         self._held_tokens = -1
         self._handoff_born = 0.0
 
@@ -215,7 +214,7 @@ class Exchange:
         if result.empty:  # nothing to pull, nothing is wrong, and the decode engine must not be asked to
             self.handoff_outcomes.append("used")
             endpoint.breaker.succeeded()
-            self._trial = False
+            self._trial = 0
             self.stage = Stage.DECODE
             return Decode(None)
         self.handoff = result
@@ -236,14 +235,20 @@ class Exchange:
             self.handoff = None
             return CLOSE if self._client_left else self._no_kv(misfit)
         self.handoff = result
-        return self._release() if self._client_left else Decode(result)
-
-    def _release(self) -> Command:
-        handoff, self.handoff = self.handoff, None
-        if handoff is None:
+        if self._client_left:
+            self._release()
             return CLOSE
-        self.handoff_outcomes.append("released")
-        return Release(handoff)
+        return Decode(result)
+
+    def _release(self) -> None:
+        self._to_release, self.handoff = self.handoff, None
+        if self._to_release is not None:
+            self.handoff_outcomes.append("released")
+
+    def take_release(self) -> Handoff | None:
+        """The handoff whose blocks have to be given back now, once."""
+        handoff, self._to_release = self._to_release, None
+        return handoff
 
     def _no_kv(self, rejection: Rejection) -> Command:
         self._endpoints.brought_no_kv()
@@ -260,12 +265,21 @@ class Exchange:
 
     def decode_sent(self) -> None:
         """The decode leg is on its way. From here on the handoff is spent, whatever happens."""
-        if self.handoff is None:
+        self._spent, self.handoff = self.handoff, None
+        if self._spent is None:
             self.stage = Stage.DECODE
             return
         self.stage = Stage.PULL
-        self.handoff = None
         self.handoff_outcomes.append("used")
+
+    def decode_status(self, status: int) -> None:
+        """The decode engine's status, whoever still waits for it. An engine that refuses a request before its
+        scheduler has seen it does not free the blocks (vLLM 0.32: a pydantic 400, errors of inference/v1/generate).
+        """
+        spent, self._spent = self._spent, None
+        if spent is not None and 400 <= status < 500:
+            self._to_release = spent
+            self.handoff_outcomes[-1] = "released"
 
     def decode_answered(self, status: int, is_event_stream: bool) -> Command:
         """The decode engine's head is here."""
@@ -315,8 +329,10 @@ class Exchange:
                 return BreakOff(row)
             case Then.RELEASE:
                 self._client_left = True
-                # What was not checked must not reach the engine, not even to be given back.
-                return self._release() if self._checked else WAIT
+                if not self._checked:  # it must not reach the engine, not even to be given back
+                    return WAIT
+                self._release()
+                return CLOSE
             case Then.TO_FIRST_BYTE:
                 return TO_FIRST_BYTE
             case Then.CLOSE:
@@ -371,14 +387,14 @@ class Exchange:
     def _leave_endpoint(self) -> None:
         """Nothing more will be heard of the present endpoint; a trial without a verdict is no verdict."""
         if self._trial and self.prefill_endpoint is not None:
-            self.prefill_endpoint.breaker.abandoned()
-        self._trial = False
+            self.prefill_endpoint.breaker.abandoned(self._trial)
+        self._trial = 0
 
     def _blame(self, endpoint: Endpoint, fault: str) -> None:
         # What costs a timeout, or can be known at once, is not tried again and again.
         at_once = fault in ("refused", "unreachable", "peer_silent", "side_channel_dead")
         self._endpoints.failed(endpoint, at_once=at_once, trial=self._trial)
-        self._trial = False
+        self._trial = 0
 
     def _policy(self, row: Row, reason: str, detail: str = "") -> Command:
         self._strand()
@@ -402,7 +418,7 @@ class Exchange:
         endpoint = self.prefill_endpoint
         assert endpoint is not None
         self._endpoints.brought_kv(endpoint)
-        self._trial = False
+        self._trial = 0
 
     def _streaming(self) -> None:
         self.stage = Stage.STREAMING

@@ -21,14 +21,16 @@ class Breaker:
     """Closed: used. Open: not used until a pause is over, which doubles with every failed trial.
     Half open: one request at a time tries."""
 
-    __slots__ = ("_failures", "_pause_s", "_random", "_reopens_at", "_trial", "state")
+    __slots__ = ("_failures", "_pause_s", "_random", "_reopens_at", "_trial", "_trials", "state")
 
     def __init__(self, random_: random.Random | None = None) -> None:
         self.state = State.CLOSED
         self._failures = 0
         self._pause_s = FIRST_PAUSE_S
         self._reopens_at = 0.0
-        self._trial = False
+        self._trial = 0
+        """Number of the trial under way, 0 if there is none."""
+        self._trials = 0
         self._random = random_ or random.Random()  # noqa: S311
 
     def admits(self, now: float) -> bool:
@@ -39,23 +41,26 @@ class Breaker:
             return now >= self._reopens_at
         return not self._trial
 
-    def begin(self) -> bool:
-        """A request that `admits` let through uses the endpoint. True: it is the trial, and says so in the end."""
+    def begin(self) -> int:
+        """A request that `admits` let through uses the endpoint. Returns the number by which it speaks as the trial
+        in the end, 0 if it is none."""
         if self.state is State.CLOSED:
-            return False
+            return 0
         self.state = State.HALF_OPEN
-        self._trial = True
-        return True
+        self._trials += 1
+        self._trial = self._trials
+        return self._trial
 
     def succeeded(self) -> None:
         self.state = State.CLOSED
         self._failures = 0
         self._pause_s = FIRST_PAUSE_S
-        self._trial = False
+        self._trial = 0
 
-    def failed(self, now: float, *, at_once: bool = False, trial: bool = False) -> None:
-        """`at_once` opens without waiting for more. Requests that began before it opened tell nothing new."""
-        if self.state is not State.CLOSED and not trial:
+    def failed(self, now: float, *, at_once: bool = False, trial: int = 0) -> None:
+        """`at_once` opens without waiting for more. Requests that began before it opened, and trials of an earlier
+        opening, tell nothing new."""
+        if self.state is not State.CLOSED and (not trial or trial != self._trial):
             return
         self._failures += 1
         if self.state is State.CLOSED and not at_once and self._failures < FAILURES_TO_OPEN:
@@ -63,10 +68,11 @@ class Breaker:
         if self.state is State.HALF_OPEN:
             self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
         self.state = State.OPEN
-        self._trial = False
+        self._trial = 0
         # Up to a fifth later, so that many sidecars do not try a returning endpoint in the same instant.
         self._reopens_at = now + self._pause_s * (1 + 0.2 * self._random.random())
 
-    def abandoned(self) -> None:
+    def abandoned(self, trial: int) -> None:
         """The trial ended without saying anything about the endpoint (the client left, a 4xx)."""
-        self._trial = False
+        if trial == self._trial:
+            self._trial = 0

@@ -159,15 +159,15 @@ class Endpoints:
 
     # -- what came of it --
 
-    def begin(self, endpoint: Endpoint) -> bool:
-        """A prefill leg starts; True if it is the breaker's trial."""
+    def begin(self, endpoint: Endpoint) -> int:
+        """A prefill leg starts; returns its number if it is the breaker's trial, else 0."""
         endpoint.in_flight += 1
         return endpoint.breaker.begin()
 
     def end(self, endpoint: Endpoint) -> None:
         endpoint.in_flight -= 1
 
-    def failed(self, endpoint: Endpoint, *, at_once: bool, trial: bool) -> None:
+    def failed(self, endpoint: Endpoint, *, at_once: bool, trial: int) -> None:
         """Counts a failure against the endpoint."""
         endpoint.breaker.failed(self._now(), at_once=at_once, trial=trial)
 

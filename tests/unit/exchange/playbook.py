@@ -151,7 +151,7 @@ class World:
 
     def broken(self, endpoint: Endpoint) -> None:
         """Its breaker opens."""
-        self.endpoints.failed(endpoint, at_once=True, trial=False)
+        self.endpoints.failed(endpoint, at_once=True, trial=0)
 
     def assert_nothing_held(self) -> None:
         assert (self.budget.in_flight, self.budget.tokens) == (0, 0)

@@ -27,7 +27,6 @@ from sidecar.exchange.life import (
     Command,
     Decode,
     Prefill,
-    Release,
 )
 from sidecar.prefill.breaker import State
 from tests.unit.exchange.playbook import (
@@ -232,8 +231,9 @@ def _check(row: Row, command: Command | None, play: Play, *, recompute: bool) ->
         case Then.BREAK_OFF:
             assert command == BreakOff(row)
         case Then.RELEASE:
-            assert isinstance(command, Release)
+            assert command == CLOSE
             assert exchange.handoff is None
+            assert exchange.take_release() is not None
         case Then.TO_FIRST_BYTE:
             assert command == TO_FIRST_BYTE
         case Then.CLOSE:

@@ -18,7 +18,6 @@ from sidecar.exchange.life import (
     Check,
     Decode,
     Prefill,
-    Release,
 )
 from sidecar.prefill.breaker import State
 from tests.unit.exchange.playbook import (
@@ -272,7 +271,8 @@ def test_handoff_is_given_back_only_when_it_is_checked(world: World) -> None:
     """The engine must not be told another address than the relay's, not even to have the blocks freed."""
     play = world.remote() >> start << Prefill(world.a) >> prefilled() << Check >> left << WAIT
     handoff = play.handoff.via("127.77.0.1", 5601)
-    assert play >> checked() << Release(handoff)
+    assert play >> checked() << CLOSE
+    assert play.exchange.take_release() == handoff
     assert play.exchange.handoff_outcomes == ["released"]
 
 
@@ -290,7 +290,7 @@ def test_handoff_that_is_rejected_is_not_given_back(world: World) -> None:
         (lambda p: p >> checked(Rejection("incompatible", "")) << Prefill, ["stranded"]),
         (lambda p: p >> checked() << Decode >> fault("refused") << Answer, ["stranded"]),
         (lambda p: p >> checked() << Decode, ["stranded"]),
-        (lambda p: p >> checked() << Decode >> left << Release, ["released"]),
+        (lambda p: p >> checked() << Decode >> left << CLOSE, ["released"]),
     ],
 )
 def test_every_handoff_is_accounted_for(world: World, ending: Callable[[Play], Play], outcomes: list[str]) -> None:
@@ -327,8 +327,33 @@ def test_rejected_handoff_does_not_survive_into_the_next_attempt(world: World) -
 def test_release_hands_the_handoff_out_once(world: World) -> None:
     play = handed_over(world)
     handoff = play.handoff
-    assert play >> left << Release(handoff) >> connected << None >> sent << None
-    assert world.sent == [None]
+    assert play >> left << CLOSE
+    assert play.exchange.take_release() == handoff
+    assert play.exchange.take_release() is None
+    play.exchange.close()
+    assert play.exchange.take_release() is None
+
+
+@pytest.mark.parametrize(
+    ("status", "is_released"), [(200, False), (204, False), (400, True), (422, True), (499, True), (503, False)]
+)
+def test_what_decode_refuses_is_given_back(world: World, status: int, is_released: bool) -> None:
+    """Its blocks would be held for the whole lease."""
+    play = pulling(world)
+    play.exchange.decode_status(status)
+    handoff = play.exchange.take_release()
+    assert (handoff is not None) is is_released
+    assert play.exchange.handoff_outcomes == ["released" if is_released else "used"]
+    play.exchange.decode_status(status)
+    assert play.exchange.take_release() is None, "once"
+
+
+def test_a_leg_without_handoff_releases_nothing(world: World) -> None:
+    """The engine that broke off may still be reading the blocks of the first leg's."""
+    play = pulling(world) >> fault("reset") << LOCAL >> connected << None >> sent << None
+    assert play
+    play.exchange.decode_status(400)
+    assert play.exchange.take_release() is None
 
 
 # -- breakers --------------------------------------------------------------------------------------------------
@@ -461,7 +486,7 @@ def _stages() -> dict[str, tuple[object, object]]:
             CLOSE,
         ),
         "check": (lambda w: w.remote() >> start << Prefill(w.a) >> prefilled() << Check, WAIT),
-        "handoff": (handed_over, Release),
+        "handoff": (handed_over, CLOSE),
         "pull": (pulling, TO_FIRST_BYTE),
         "pull, peeking": (lambda w: pulling(w) >> decoded(stream=True) << PEEK, TO_FIRST_BYTE),
         "recompute": (recomputing, CLOSE),

@@ -27,7 +27,6 @@ from sidecar.exchange.life import (
     Peek,
     Prefill,
     Relay,
-    Release,
     ToFirstByte,
     Wait,
 )
@@ -133,6 +132,9 @@ class Told:
         if what == "status":
             status = self.pick(*[200] * 6, 204, 400, 404, 429, 500, 503)
             assert isinstance(status, int)
+            exchange.decode_status(status)
+            released = exchange.take_release()
+            assert released is (handoff if 400 <= status < 500 else None)
             self.became(exchange.decode_answered(status, is_event_stream=False))
         elif what == "stream":
             self.became(exchange.decode_answered(200, is_event_stream=True))
@@ -148,11 +150,9 @@ class Told:
         if isinstance(command, Answer):
             assert self.exchange.what is Kind.REFUSED
             assert command.row.status >= 400
-        if isinstance(command, Release):
-            self.sent.append(command.handoff)
         if isinstance(command, BreakOff):
             assert self.exchange.stage is Stage.STREAMING
-        if command is None or isinstance(command, Answer | BreakOff | Close | Release | ToFirstByte):
+        if command is None or isinstance(command, Answer | BreakOff | Close | ToFirstByte):
             self.end()
 
     def end(self) -> None:

@@ -58,22 +58,35 @@ def test_pause(breaker: Breaker) -> None:
 
 def test_one_trial_at_a_time(breaker: Breaker) -> None:
     opened(breaker)
-    assert breaker.begin() is True
+    assert breaker.begin() == 1
     assert breaker.state is State.HALF_OPEN
     assert not breaker.admits(1e9)
 
 
 def test_trial_that_says_nothing_leaves_room_for_the_next(breaker: Breaker) -> None:
     opened(breaker)
-    breaker.begin()
-    breaker.abandoned()
+    breaker.abandoned(breaker.begin())
     assert breaker.state is State.HALF_OPEN
     assert breaker.admits(0.0)
 
 
+def test_a_trial_of_an_earlier_opening_does_not_speak_for_the_present_one(breaker: Breaker) -> None:
+    opened(breaker)
+    old = breaker.begin()
+    breaker.succeeded()  # an older request's pull worked
+    opened(breaker)
+    new = breaker.begin()
+    breaker.abandoned(old)
+    assert not breaker.admits(1e9), "the new trial is under way"
+    breaker.failed(1.0, trial=old)
+    assert breaker.state is State.HALF_OPEN
+    breaker.failed(1.0, trial=new)
+    assert breaker.state is State.OPEN
+
+
 def test_closed_breaker_has_no_trials(breaker: Breaker) -> None:
-    assert breaker.begin() is False
-    assert breaker.begin() is False
+    assert breaker.begin() == 0
+    assert breaker.begin() == 0
     assert breaker.admits(0.0)
 
 
@@ -85,16 +98,14 @@ def test_pause_doubles_with_every_failed_trial_up_to_a_bound(breaker: Breaker) -
         assert not breaker.admits(now + pause - 0.001)
         now += pause
         assert breaker.admits(now)
-        breaker.begin()
-        breaker.failed(now, trial=True)
+        breaker.failed(now, trial=breaker.begin())
         pause = min(pause * 2, LONGEST_PAUSE_S)
     assert pause == LONGEST_PAUSE_S
 
 
 def test_success_forgets_the_long_pause(breaker: Breaker) -> None:
     opened(breaker)
-    breaker.begin()
-    breaker.failed(0.0, trial=True)
+    breaker.failed(0.0, trial=breaker.begin())
     breaker.begin()
     breaker.succeeded()
     assert breaker.state is State.CLOSED
@@ -139,22 +150,22 @@ def test_never_stuck(steps: list[tuple[str, int]]) -> None:
     """Whatever happened: with no trial under way, an endpoint is tried again within the longest pause."""
     breaker = Breaker(random.Random(0))
     now = 0.0
-    trial = False
+    trial = 0
     for step, wait_s in steps:
         now += wait_s
         if step == "begin" and breaker.admits(now):
             trial = breaker.begin() or trial
         elif step in ("failed", "at once"):
             breaker.failed(now, at_once=step == "at once", trial=trial)
-            trial = False
+            trial = 0
         elif step == "succeeded":
             breaker.succeeded()
-            trial = False
+            trial = 0
         elif step == "abandoned" and trial:
-            breaker.abandoned()
-            trial = False
+            breaker.abandoned(trial)
+            trial = 0
     if trial:
-        breaker.abandoned()
+        breaker.abandoned(trial)
     assert breaker.admits(now + LONGEST_PAUSE_S * JITTER)
 
 

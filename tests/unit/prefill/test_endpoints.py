@@ -31,7 +31,7 @@ class World(Endpoints):
         return self.choose(self.configured, list(tried), ordered=ordered, may_repeat=may_repeat)
 
     def broken(self, endpoint: Endpoint) -> None:
-        self.failed(endpoint, at_once=True, trial=False)
+        self.failed(endpoint, at_once=True, trial=0)
 
 
 # -- candidates ------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_nothing_to_choose_from() -> None:
 def test_in_flight() -> None:
     world = World("a:1")
     a = world.configured[0]
-    assert world.begin(a) is False
+    assert world.begin(a) == 0
     world.begin(a)
     assert a.in_flight == 2
     world.end(a)
@@ -188,8 +188,9 @@ def test_begin_tells_the_trial() -> None:
     a = world.configured[0]
     world.broken(a)
     world.clock = 2.0
-    assert world.begin(a) is True
-    world.failed(a, at_once=False, trial=True)
+    trial = world.begin(a)
+    assert trial
+    world.failed(a, at_once=False, trial=trial)
     assert a.breaker.state is State.OPEN
     world.clock = 10.0
     world.begin(a)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.compatibility import Facts, block_ids_fit, check, check_engine_id
+from transport.compatibility import Facts, check, check_engine_id
 from transport.handshake import FIRST, Description, Geometry, Rank, Ranks
 
 GEOMETRY = Geometry(
@@ -173,12 +173,6 @@ def test_the_engine_that_a_handoff_names() -> None:
     found = check_engine_id(THERE, "another")
     assert found is not None
     assert found.reason == "engine_id"
-
-
-@given(st.lists(st.integers(-5, 120)))
-def test_block_ids_are_logical_ones(block_ids: list[int]) -> None:
-    geometry = replace(GEOMETRY, num_blocks=100, physical_per_logical=2)
-    assert block_ids_fit(geometry, iter(block_ids)) == all(0 <= block_id < 50 for block_id in block_ids)
 
 
 sizes = st.integers(1, 4)
