@@ -22,11 +22,13 @@ from e2e.conftest import (
     COMPLETIONS,
     HOST,
     LEASE_S,
+    SOONER_THAN_A_LEASE_S,
     Hold,
     Pair,
     Questions,
     ask,
     eventually,
+    free,
     idle,
     prompt_for,
     request_body,
@@ -39,24 +41,12 @@ if TYPE_CHECKING:
     from tests.integration.sidecar import Sidecar
 
 TIMES = 20
-SOONER_THAN_A_LEASE_S = LEASE_S - 3.0
+AGAIN_AND_AGAIN = 100
 
 
 @pytest.fixture
 def draw() -> random.Random:
     return random.Random(20)
-
-
-def free(*engines: Engine, within_s: float) -> None:
-    """Until no engine runs anything or holds a block."""
-    for engine in engines:
-
-        def nothing(engine: Engine = engine) -> bool:
-            metrics = engine.metrics()
-            running = metrics.total("vllm:num_requests_running") + metrics.total("vllm:num_requests_waiting")
-            return not running and not metrics.total("vllm:kv_cache_usage_perc")
-
-        eventually(nothing, within_s)
 
 
 def expired(pair: Pair) -> float:
@@ -201,6 +191,35 @@ def test_between_the_legs(pair: Pair, draw: random.Random) -> None:
     assert left_during(sidecar) == {"handoff"}
     assert sidecar.metrics()("handoffs_total", outcome="released") == TIMES
     assert expired(pair) == lost
+
+
+def test_between_the_legs_again_and_again(pair: Pair) -> None:
+    """One at a time: each time the blocks are free long before the lease ends."""
+    door = Door(pair.decode)
+    pair.closing(door.close)
+    sidecar = pair.serve("--engine-idle-timeout", "0.01", decode_port=door.port)
+    assert Questions(pair.decode).next().ask(sidecar).decision.startswith("remote")
+    lost = expired(pair)
+    for _ in range(AGAIN_AND_AGAIN):
+        gone_between_the_legs(sidecar, pair.prefill, door)
+    idle(sidecar)
+    assert sidecar.metrics()("handoffs_total", outcome="released") == AGAIN_AND_AGAIN
+    assert expired(pair) == lost
+
+
+def gone_between_the_legs(sidecar: Sidecar, prefill: Engine, door: Door) -> float:
+    """A client leaves with its prompt prefilled and decode not asked; seconds until the blocks are free again."""
+    door.shut()
+    time.sleep(0.03)  # no idle connection is left by now
+    with Client((HOST, sidecar.port)) as client:
+        body = request_body(COMPLETIONS, prompt_for(COMPLETIONS, 100))
+        client.request("POST", COMPLETIONS.path, body)
+        eventually(lambda: sidecar.metrics()("inflight", leg="decode") == 1)
+        assert prefill.kv_usage() > 0.0
+    gone = time.monotonic()
+    door.open()
+    eventually(lambda: prefill.kv_usage() == 0.0, SOONER_THAN_A_LEASE_S)
+    return time.monotonic() - gone
 
 
 def test_while_decode_pulls(pair: Pair, draw: random.Random) -> None:

@@ -17,10 +17,12 @@ from e2e.conftest import (
     GENERATE,
     MESSAGES,
     RESPONSES,
+    SOONER_THAN_A_LEASE_S,
     Api,
     Pair,
     Questions,
     ask,
+    free,
     idle,
     prompt,
     prompt_for,
@@ -166,6 +168,9 @@ def test_mistakes_are_told_in_the_engines_own_words(pair: Pair, sidecar: Sidecar
         assert essence_of(through) == essence_of(straight), name
     assert pair.decode.healthy()
     assert pair.prefill.healthy()
+    # Some of these only the decode engine sees, when the prompt has been prefilled already.
+    assert sidecar.metrics()("handoffs_total", outcome="released") >= 1
+    free(pair.prefill, pair.decode, within_s=SOONER_THAN_A_LEASE_S)
 
 
 def cached(answer: Answer) -> int:

@@ -242,7 +242,7 @@ class Sidecar:
             self._session,
             CONNECTORS[settings.kv_connector],
             gate,
-            engine_url=self._engine_url(0),
+            engine_urls=[self._engine_url(rank) for rank in range(settings.data_parallel_size)],
             engine_session=self._uds_session or self._session,
             engine_block_size=lambda: self._live.engine_facts.block_size,
             timeout_s=max(settings.warm_up_timeout, 1.0),

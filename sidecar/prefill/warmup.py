@@ -7,7 +7,7 @@ peers); the engines remember it for an hour of idleness. One request of a few to
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import aiohttp
@@ -38,7 +38,8 @@ class Gate(Protocol):
 
 
 class WarmUp:
-    """Warms pairs up one after the other; a pair is one prefill engine (by its engine id) and the local engine."""
+    """Warms pairs up one after the other; a pair is one prefill engine (by its engine id) and the local engine, of
+    which every rank connects by itself."""
 
     def __init__(
         self,
@@ -46,17 +47,18 @@ class WarmUp:
         connector: Connector,
         gate: Gate,
         *,
-        engine_url: str,
+        engine_urls: Sequence[str],
         engine_session: aiohttp.ClientSession,
         engine_block_size: Callable[[], int],
         timeout_s: float,
         counted: Callable[[str], None],
     ) -> None:
-        """`counted` hears each outcome: `warm`, `no_handoff`, `not_admitted`, `prefill_failed`, `decode_failed`."""
+        """`engine_urls`: one for each local rank. `counted` hears each outcome: `warm`, `no_handoff`,
+        `not_admitted`, `prefill_failed`, `decode_failed`."""
         self._session = session
         self._connector = connector
         self._gate = gate
-        self._engine_url = engine_url
+        self._engine_urls = engine_urls
         self._engine_session = engine_session
         self._engine_block_size = engine_block_size
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -103,6 +105,13 @@ class WarmUp:
         return bool(engine_id) and not endpoint.blocked and engine_id not in self._attempts
 
     async def _pair(self, endpoint: Endpoint) -> str:
+        for engine_url in self._engine_urls:
+            outcome = await self._connect(endpoint, engine_url)
+            if outcome != "warm":
+                return outcome
+        return "warm"
+
+    async def _connect(self, endpoint: Endpoint, engine_url: str) -> str:
         body = b'{"prompt":[%b],"max_tokens":1,"ignore_eos":true' % b",".join([b"1"] * PROMPT_TOKENS)
         params = self._connector.prefill_params
         url = f"http://{endpoint.label}/v1/completions"
@@ -126,7 +135,7 @@ class WarmUp:
         if isinstance(result, Rejection):
             return "not_admitted"
         try:
-            decode = self._post(self._engine_session, self._engine_url + "/v1/completions", body, result.params)
+            decode = self._post(self._engine_session, engine_url + "/v1/completions", body, result.params)
             async with decode as response:
                 await response.read()
                 return "warm" if response.status == 200 else "decode_failed"

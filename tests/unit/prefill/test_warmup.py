@@ -42,7 +42,7 @@ class Response:
 class World:
     """Two engines, a gate and a session that reaches them."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
         self.endpoints = Endpoints([parse("10.0.0.5:8000")], AllowList([]), lambda: 0.0)
         [self.endpoint] = self.endpoints
         self.endpoint.facts = EngineFacts(BLOCK_SIZE, 1000, ENGINE_ID)
@@ -56,7 +56,7 @@ class World:
             self,  # type: ignore[arg-type]
             CONNECTORS["nixlv2"],
             self,
-            engine_url="http://127.0.0.1:8200",
+            engine_urls=[f"http://127.0.0.1:{8200 + rank}" for rank in range(ranks)],
             engine_session=self,  # type: ignore[arg-type]
             engine_block_size=lambda: BLOCK_SIZE,
             timeout_s=5.0,
@@ -75,9 +75,9 @@ class World:
         admitted(self.rejection or handoff.via("127.77.0.1", 5601))
 
 
-def run(main: Callable[[World], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+def run(main: Callable[[World], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> None:
     async def within() -> None:
-        world = World()
+        world = World(ranks)
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(warmup.time, "monotonic", loop.time)
         task = asyncio.create_task(world.warm_up.run(world.endpoints, lambda: world.wanted))
@@ -192,3 +192,16 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(world.warm_up._attempts) == 10
 
     run(main, monkeypatch)
+
+
+def test_every_local_rank_connects_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a handoff of its own each: one is used once."""
+
+    async def main(world: World) -> None:
+        await asyncio.sleep(100)
+        assert world.outcomes == ["warm"]
+        decode = [url for url, _ in world.posted if "127.0.0.1" in url]
+        assert decode == [f"http://127.0.0.1:{port}/v1/completions" for port in (8200, 8201, 8202)]
+        assert len(world.posted) == 6
+
+    run(main, monkeypatch, ranks=3)
