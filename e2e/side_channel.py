@@ -22,10 +22,12 @@ from pathlib import Path
 
 from e2e.conftest import COMPLETIONS, ask, prompt, request_body
 from e2e.engines import HOST, Engine, Rig
+from e2e.test_client_leaves import Door, gone_between_the_legs
 from e2e.test_side_channel import wound
 from tests.integration.sidecar import Sidecar
 
 PROMPT_TOKENS = 600
+LEAVING = 100
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "side-channel.md"
 INSIDE = "PD_E2E_IN_NAMESPACE"
 
@@ -59,6 +61,7 @@ class Table:
 
     def __init__(self) -> None:
         self.rows: list[str] = []
+        self.left = ""
 
     def add(self, situation: str, relay: str, times: list[tuple[float, str]]) -> None:
         shown = " / ".join(f"{elapsed_ms:,.0f}" for elapsed_ms, _ in times)
@@ -97,6 +100,22 @@ def measure(rig: Rig, table: Table) -> None:
                 table.add("packets to the side channel dropped", relay, _three(sidecar))
     else:
         print("(packets dropped: not measured, needs root and nftables)")
+    _cold(rig)
+    table.left = _leave(rig)
+    print(table.left)
+
+
+def _leave(rig: Rig) -> str:
+    """How soon the prefill engine's blocks are free when clients leave between the legs."""
+    door = Door(rig.decode[0])
+    try:
+        with sidecar_for(rig, "--engine-idle-timeout", "0.01", "--model-server-port", str(door.port)) as sidecar:
+            request_ms(sidecar)  # the engines know each other
+            times = sorted(gone_between_the_legs(sidecar, rig.prefill[0], door) for _ in range(LEAVING))
+    finally:
+        door.close()
+    shown = " / ".join(f"{1000 * times[at]:,.0f}" for at in (LEAVING // 2, LEAVING * 9 // 10, LEAVING - 1))
+    return f"{LEAVING} clients, one after the other: {shown} ms (median / p90 / worst) until the blocks were free."
 
 
 def _three(sidecar: Sidecar) -> list[tuple[float, str]]:
@@ -120,7 +139,7 @@ def _black_hole(port: int) -> Iterator[None]:
         subprocess.run(["nft", "delete table inet hole"], check=True)
 
 
-def report(rows: list[str]) -> str:
+def report(rows: list[str], left: str) -> str:
     return "\n".join(
         [
             "# What a side channel costs a request",
@@ -136,6 +155,11 @@ def report(rows: list[str]) -> str:
             "Without the relay the decode engine waits five seconds for a dead side channel, again for each",
             "and on one thread for all. With it the sidecar knows before the handoff is passed on, and from the",
             "second request on before a prompt is prefilled for nothing.",
+            "",
+            "## A client that leaves between prefill and decode",
+            "",
+            left,
+            "The prefill engine would hold them for its lease (30 s by default) if nobody told it.",
             "",
         ]
     )
@@ -153,7 +177,7 @@ def main() -> int:
     with Rig(model="tiny", prefill=1, decode=1) as rig:
         measure(rig, table)
     if arguments.write:
-        DOCUMENT.write_text(report(table.rows), encoding="utf-8")
+        DOCUMENT.write_text(report(table.rows, table.left), encoding="utf-8")
         print(f"wrote {DOCUMENT}")
     return 0
 

@@ -127,6 +127,7 @@ class Door:
     def open(self) -> None:
         for one in self._in_the_way:
             one.close()
+        self._in_the_way.clear()
         self._is_open = True
 
     def close(self) -> None:

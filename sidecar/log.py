@@ -5,6 +5,8 @@ import logging
 import sys
 import time
 
+from aiohttp.http_exceptions import HttpProcessingError
+
 REPEAT_AFTER_S = 10.0
 MAX_CAUSES = 1024
 
@@ -36,6 +38,17 @@ def configure(log_format: str, level: str) -> None:
     handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.getLogger("aiohttp").setLevel(logging.WARNING)
+    logging.getLogger("aiohttp.server").addFilter(_bad_request_in_one_line)
+
+
+def _bad_request_in_one_line(record: logging.LogRecord) -> bool:
+    """What is no HTTP on the admin port is the sender's mistake; aiohttp reports it as an error of the server's."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.msg, record.args, record.exc_info = "admin port: not HTTP: %s", (type(error).__name__,), None
+        return logging.getLogger("aiohttp.server").isEnabledFor(logging.INFO)
+    return True
 
 
 class Limited:

@@ -393,6 +393,31 @@ def test_admin_port(rig: Rig) -> None:
     assert "process_resident_memory_bytes" in metrics.text
 
 
+GARBAGE = (
+    b"\x00\x01garbage\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET " + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+    b"PUT /disagg HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n",
+    b"PUT /disagg HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET / HTTP/1.1\r\nbad header\x00: 1\r\n\r\n",
+)
+
+
+@pytest.mark.parametrize("log_level", ["info", "debug"])
+def test_garbage_on_the_admin_port(log_level: str) -> None:
+    """The sender's mistake: 400, at most a line, never a traceback (`stop` looks for one)."""
+    sidecar = Sidecar("--model-server-port", str(free_ports()), "--log-level", log_level, ready="/livez")
+    try:
+        for garbage in GARBAGE:
+            with socket.create_connection(("127.0.0.1", sidecar.admin_port)) as sender:
+                sender.settimeout(5)
+                sender.sendall(garbage)
+                assert b" 400 " in sender.recv(200)
+        assert sidecar.admin("GET", "/livez")[0] == 200
+    finally:
+        sidecar.stop()
+
+
 def test_threads_do_not_grow(rig: Rig) -> None:
     before = rig.sidecar.threads
     for _ in range(20):
