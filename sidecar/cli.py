@@ -25,7 +25,10 @@ from sidecar.admin.switch import File, Switch
 from sidecar.background import Background
 from sidecar.connectors import CONNECTORS
 from sidecar.connectors.connector import Handoff
+from sidecar.decision.cost import Costs
 from sidecar.decision.guards import Mode
+from sidecar.decision.rules import Rules
+from sidecar.decision.scraper import Scraper
 from sidecar.edge.engine import EnginePool
 from sidecar.edge.server import Server
 from sidecar.edge.service import Live, Service
@@ -37,6 +40,8 @@ from sidecar.prefill.gate import Gate
 from sidecar.prefill.probe import EngineProbe
 from sidecar.prefill.warmup import WarmUp
 from sidecar.prefill.watch import Watch
+from transport.kv_events import KvEvents
+from transport.prefix_index import PrefixIndex
 from transport.prober import Endpoint as SideChannel
 from transport.side_channels import SideChannels
 
@@ -110,6 +115,8 @@ class Sidecar:
             learned=self._gate.learn if self._gate else _ignore,
             forgotten=self._gate.forget if self._gate else _ignore,
         )
+        self._costs = Costs.make(settings.stall_weight) if settings.decision_rule == "cost" else None
+        self._kv_events: list[KvEvents] = []
         self._budget = Budget(settings.recompute_max_concurrent, settings.recompute_max_tokens)
         self._observer = Observer(self._endpoints, self._budget)
         self._prefill_pools: dict[Address, EnginePool] = {}
@@ -135,8 +142,8 @@ class Sidecar:
         await self._listen_admin(self._admin)
         facts = FactsKeeper(self._background, self._prefill_probe, self._loop.time)
         watch = Watch(self._background, self._prefill_alive, settings.pull_timeout, self._loop.time)
-        for rank in range(settings.data_parallel_size):
-            await self._listen(rank, watch)
+        for rank, probe in enumerate(probes):
+            await self._listen(rank, watch, probe)
         self._open_side_channels()
         self._background.start("facts of prefill endpoints", facts.run(self._endpoints))
         self._background.start("health of the decode engine", health.run())
@@ -167,8 +174,52 @@ class Sidecar:
         for endpoint in self._endpoints:
             gate.learn(endpoint)
 
-    async def _listen(self, rank: int, watch: Watch) -> None:
+    def _make_rules(self, rank: int, probe: EngineProbe, engine: EnginePool) -> Rules:
         settings = self.settings
+        index = None
+        if settings.kv_events == "on":
+            index = self._subscribe(rank)
+        rules = Rules(
+            settings.min_remote_tokens,
+            time.monotonic,
+            costs=self._costs,
+            index=index,
+            running_now=lambda: engine.busy,
+        )
+        if self._costs is not None or index is not None:
+            scraper = Scraper(probe.load, rules.signals, lambda: self._live.mode is Mode.AUTO, time.monotonic)
+            self._background.start("load of the decode engine", scraper.run())
+        return rules
+
+    def _subscribe(self, rank: int) -> KvEvents:
+        """Raises `OSError` if the port is taken."""
+        settings = self.settings
+        port = settings.kv_events_port + rank
+        replay_port = settings.kv_events_replay_port
+        index = PrefixIndex()
+        try:
+            events = KvEvents(
+                index,
+                port=port,
+                replay=(settings.model_server_host, replay_port + rank) if replay_port else None,
+                on_events=self._observer.kv_event,
+            )
+        except OSError as error:
+            raise OSError(error.errno, f"--kv-events-port {port}: {error.strerror or error}") from None
+        self._kv_events.append(events)
+        self._observer.prefix_indexes.append(index)
+        return events
+
+    async def _listen(self, rank: int, watch: Watch, probe: EngineProbe) -> None:
+        settings = self.settings
+        engine = EnginePool(
+            self._loop,
+            settings.model_server_host,
+            settings.model_server_port + rank,
+            uds=settings.model_server_uds,
+            connect_timeout_s=ENGINE_CONNECT_TIMEOUT_S,
+            idle_timeout_s=settings.engine_idle_timeout,
+        )
         service = Service(
             loop=self._loop,
             settings=settings,
@@ -176,18 +227,12 @@ class Sidecar:
             connector=CONNECTORS[settings.kv_connector],
             endpoints=self._endpoints,
             budget=self._budget,
-            engine=EnginePool(
-                self._loop,
-                settings.model_server_host,
-                settings.model_server_port + rank,
-                uds=settings.model_server_uds,
-                connect_timeout_s=ENGINE_CONNECT_TIMEOUT_S,
-                idle_timeout_s=settings.engine_idle_timeout,
-            ),
+            engine=engine,
             prefill_pool=self._prefill_pool,
             observer=self._observer,
             watch=watch,
             gate=self._gate,
+            rules=self._make_rules(rank, probe, engine),
         )
         server = Server(service, settings.host, settings.port + rank)
         self._servers.append(server)
@@ -348,6 +393,8 @@ class Sidecar:
         for pool in self._prefill_pools.values():
             pool.close()
         await self._background.close()
+        for events in self._kv_events:
+            await events.close()
         if self._channels is not None:
             await self._channels.close()
         if self._admin is not None:

@@ -57,6 +57,24 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     min_remote_tokens: Annotated[
         int, _m("auto: prompts of fewer tokens stay local; 0: every prompt may go remote", ge=0)
     ] = 256
+    decision_rule: Annotated[
+        Literal["cost", "static"],
+        _m("auto, from --min-remote-tokens on: cost compares what both ways are learnt to take; static: remote"),
+    ] = "cost"
+    stall_weight: Annotated[
+        float,
+        _m("how much a second that running streams lose counts against one that a prompt waits", ge=0, le=1000),
+    ] = 1.0
+    kv_events: Annotated[
+        Literal["on", "off"],
+        _m("listen for the decode engine's KV events (its --kv-events-config), to know which prefixes it holds"),
+    ] = "off"
+    kv_events_port: Annotated[
+        int, _m("loopback port that the decode engine publishes to; rank r to port + r", ge=1, le=65535)
+    ] = 5557
+    kv_events_replay_port: Annotated[
+        int, _m("port of the decode engine's replay endpoint, rank r on port + r; 0: none", ge=0, le=65535)
+    ] = 0
     on_prefill_failure: Annotated[
         Literal["recompute", "fail"], _m("what follows a failed remote prefill: local recompute, or an error")
     ] = "recompute"
@@ -322,6 +340,11 @@ def _conflicts(settings: Settings) -> list[str]:
     local = settings.model_server_host in ("127.0.0.1", "localhost", "::1")
     if local and not settings.model_server_uds and set(serving) & set(engines):
         mistakes.append(f"--port {settings.port} and --model-server-port overlap: the sidecar would call itself")
+    events = range(settings.kv_events_port, settings.kv_events_port + size)
+    if settings.kv_events == "on" and settings.kv_events_replay_port in events:
+        mistakes.append(
+            f"--kv-events-replay-port {settings.kv_events_replay_port} is also a --kv-events-port; choose another"
+        )
     if settings.model_server_uds and size > 1:
         mistakes.append("--model-server-uds serves one rank; with --data-parallel-size use ports")
     return mistakes

@@ -23,8 +23,8 @@ class Counter(Generic[Labels]):
         self.name, self.description, self.labels = name, description, labels
         self.values: dict[Labels, int] = {}
 
-    def add(self, labels: Labels) -> None:
-        self.values[labels] = self.values.get(labels, 0) + 1
+    def add(self, labels: Labels, count: int = 1) -> None:
+        self.values[labels] = self.values.get(labels, 0) + count
 
     def collect(self) -> Metric:
         family = CounterMetricFamily(PREFIX + self.name, self.description, labels=self.labels)

@@ -8,8 +8,10 @@ import logging
 import platform
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
+
+import msgspec
 
 from sidecar import __version__
 from sidecar.admin.metrics import Collection, Counter, Gauge, Histogram
@@ -26,6 +28,8 @@ DECISIONS_KEPT = 256
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5)
+
+_RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 _log = logging.getLogger("sidecar")
 
@@ -45,6 +49,8 @@ class Observer:
         self.in_flight = {"prefill": 0, "decode": 0, "release": 0}
         self._breakers: dict[str, State] = {}
         self._was_effective = True
+        self.prefix_indexes: list[Sized] = []
+        """One for each rank whose KV events are followed."""
 
         self.requests: Counter[tuple[str, str, str, str]] = Counter(
             "requests",
@@ -77,6 +83,18 @@ class Observer:
         self.handshake_time: Histogram[tuple[()]] = Histogram(
             "nixl_handshake_seconds", "From a handshake's question to its answer", (), _OVERHEAD_SECONDS
         )
+        self.kv_events: Counter[tuple[str]] = Counter(
+            "kv_events", "The decode engine's KV events by type, and what went wrong with their stream", ("type",)
+        )
+        self.static_decisions: Counter[tuple[str]] = Counter(
+            "static_decisions", "Decisions without the cost rule, by cause: off, stale, unfitted", ("cause",)
+        )
+        self.prediction: Histogram[tuple[str]] = Histogram(
+            "prediction_ratio",
+            "Time to first byte of a stream over what the cost rule had predicted for the way it took",
+            ("decision",),
+            _RATIOS,
+        )
         self.warmups: Counter[tuple[str]] = Counter(
             "warmups", "Tiny requests that make a new pair of engines connect", ("outcome",)
         )
@@ -96,6 +114,15 @@ class Observer:
                 self.decision_time,
                 self.handshakes,
                 self.handshake_time,
+                self.kv_events,
+                Gauge(
+                    "prefix_index_blocks",
+                    "KV blocks that the decode engine is known to hold",
+                    (),
+                    lambda: [((), float(sum(map(len, self.prefix_indexes))))],
+                ),
+                self.static_decisions,
+                self.prediction,
                 self.warmups,
                 Gauge(
                     "inflight", "Open legs", ("leg",), lambda: [((leg,), n) for leg, n in self.in_flight.items()]
@@ -126,6 +153,10 @@ class Observer:
     def _read_breakers(self) -> Iterable[tuple[tuple[str, ...], float]]:
         return [((endpoint.label,), float(endpoint.breaker.state)) for endpoint in self._endpoints]
 
+    def kv_event(self, kind: str, count: int) -> None:
+        """So many KV events of one type, or one trouble with their stream."""
+        self.kv_events.add((kind,), count)
+
     def handshake(self, outcome: str, elapsed_s: float) -> None:
         """The relay answered a handshake, or was offended."""
         self.handshakes.add((outcome,))
@@ -142,6 +173,8 @@ class Observer:
 
     def decided(self, decision: Decision, elapsed_s: float) -> None:
         self.decision_time.observe((), elapsed_s)
+        if decision.verdict is not None and decision.verdict.static:
+            self.static_decisions.add((decision.verdict.static,))
 
     def prefill_attempt(self, outcome: str) -> None:
         self.attempts.add((outcome,))
@@ -166,6 +199,7 @@ class Observer:
         for outcome in exchange.handoff_outcomes:
             self.handoffs.add((outcome,))
         self._time(what, status, times)
+        self._compare(exchange, status, times)
         if api != "other":
             self._recent.append((time.time(), api, exchange, status, times, request_id, client_left))
         if exchange.faults:
@@ -188,6 +222,18 @@ class Observer:
         self.decode_time.observe((), decode)
         prefill = times.prefill_done - times.prefill_sent if times.prefill_done else 0.0
         self.overhead.observe((), max(0.0, ttft - decode - prefill))
+
+    def _compare(self, exchange: Exchange, status: int, times: Times) -> None:
+        """Predicted against actual, where a stream's first byte tells when the prompt was through."""
+        verdict = exchange.decision.verdict
+        if verdict is None:
+            return
+        if verdict.static or status != 200 or not (times.first_byte and exchange.is_event_stream):
+            return
+        if exchange.fell_back is None:
+            predicted = verdict.remote_seconds if verdict.remote else verdict.local_seconds
+            ratio = (times.first_byte - times.complete) / (predicted or 1e-6)
+            self.prediction.observe((exchange.what.value,), ratio)
 
     def _tell_faults(self, exchange: Exchange) -> None:
         for fault in exchange.faults:
@@ -245,6 +291,10 @@ def _decision_record(
     }
     if decision.detail:
         record["detail"] = decision.detail
+    if decision.inputs is not None:
+        record["inputs"] = msgspec.to_builtins(decision.inputs)
+    if decision.verdict is not None:
+        record["predicted"] = msgspec.to_builtins(decision.verdict)
     if decision.candidates:
         record["candidates"] = [endpoint.label for endpoint in decision.candidates[:16]]
     if exchange.prefill_endpoint is not None:

@@ -45,6 +45,8 @@ class Handoff(msgspec.Struct, frozen=True):
     highest_block: int = -1
     cached_tokens: int | None = None
     """Prompt tokens that the prefill engine took from its cache, if the decode engine will not say so itself."""
+    prefill_cached_tokens: int = 0
+    """The same as far as the prefill engine says, in whatever way."""
 
     @property
     def empty(self) -> bool:

@@ -77,6 +77,7 @@ def _read(answer: PrefillAnswer, source: Source) -> Handoff | Rejection:
         blocks=max(map(len, params.remote_block_ids), default=0),
         highest_block=max((max(group) for group in params.remote_block_ids if group), default=-1),
         cached_tokens=cached,
+        prefill_cached_tokens=params.remote_prefill_cached_tokens or cached or 0,
     )
     rejection = _fits(handoff, source.facts, source.fallback_block_size)
     if rejection is not None and not (handoff.empty and rejection.fault == "unverifiable"):

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
-from sidecar.decision.shape import estimated_tokens, is_token_ids, keeps_local
+from sidecar.decision.cost import Inputs, Verdict
+from sidecar.decision.rules import Rules
+from sidecar.decision.shape import exact_tokens, is_token_ids, keeps_local, prompt_bytes
 from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import Fields
 from sidecar.prefill.address import BadAddress
@@ -44,6 +47,11 @@ class Decision(msgspec.Struct, frozen=True):
     land every long prompt on the decode engine at once."""
     is_exact: bool = False
     """The prompt is a list of token ids: the estimate is its length."""
+    prompt_bytes: int = 0
+    """Of a prompt whose tokens are estimated."""
+    inputs: Inputs | None = None
+    verdict: Verdict | None = None
+    """Of the rule, where no guard had decided."""
 
 
 DISABLED = Decision(Kind.LOCAL, "disabled")
@@ -66,7 +74,7 @@ def decide(
     members: Fields,
     header: list[bytes],
     endpoints: Endpoints,
-    min_remote_tokens: int,
+    rules: Rules,
     block_size: int,
 ) -> Decision:
     """Local, remote or refused. `splits` is whether the connector ever splits; `header` holds the values of
@@ -85,25 +93,42 @@ def decide(
         return Decision(Kind.REFUSED, "bad_target", str(error))
     if not candidates:
         return NO_TARGET
-    tokens = estimated_tokens(api, members)
-    is_short = mode is Mode.AUTO and tokens < min_remote_tokens
+    is_exact = is_token_ids(api, members)
+    size_bytes = 0 if is_exact else prompt_bytes(api, members)
+    tokens = exact_tokens(api, members) if is_exact else int(size_bytes / rules.bytes_per_token(api))
+    is_short = mode is Mode.AUTO and tokens < rules.min_remote_tokens
     if not endpoints.any_usable(candidates):
         return _unusable(candidates, tokens, is_short)
     if not block_size and not any(endpoint.facts.block_size for endpoint in candidates):
         # Every handoff would be refused as unverifiable, each prompt computed twice.
         why = "the block size is unknown: neither engine's /metrics tells it"
         return Decision(Kind.LOCAL, "no_usable_prefill", why, tokens, budgeted=not is_short)
-    if mode is Mode.ON:
-        reason = "on"
-    elif is_short:
-        return Decision(Kind.LOCAL, "short", estimated_tokens=tokens)
-    else:
-        reason = "long"
-    return Decision(
+    decision = Decision(
         Kind.REMOTE,
-        reason,
+        "on",
         estimated_tokens=tokens,
-        is_exact=is_token_ids(api, members),
+        is_exact=is_exact,
+        prompt_bytes=size_bytes,
         candidates=tuple(candidates),
         ordered=candidates is not endpoints.configured,
     )
+    return decision if mode is Mode.ON else _auto(decision, api, members, endpoints, rules)
+
+
+def _auto(decision: Decision, api: Api, members: Fields, endpoints: Endpoints, rules: Rules) -> Decision:
+    """What `auto` makes of a prompt that may go remote."""
+    tokens = decision.estimated_tokens
+    if tokens < rules.min_remote_tokens:
+        return _kept(decision, "short")
+    cached = rules.cached_tokens(api, members) if decision.is_exact else 0
+    if tokens - cached < rules.min_remote_tokens:
+        return _kept(decision, "cached", inputs=Inputs(tokens, cached))
+    inputs, verdict = rules.weigh(tokens, cached, endpoints.least_tokens_in_flight(decision.candidates))
+    if verdict.remote:
+        return msgspec.structs.replace(decision, reason=verdict.reason, inputs=inputs, verdict=verdict)
+    return _kept(decision, verdict.reason, inputs=inputs, verdict=verdict)
+
+
+def _kept(decision: Decision, reason: str, **more: Any) -> Decision:
+    """The same prompt, computed here."""
+    return msgspec.structs.replace(decision, kind=Kind.LOCAL, reason=reason, candidates=(), ordered=False, **more)

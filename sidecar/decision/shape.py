@@ -11,8 +11,8 @@ import msgspec
 from sidecar.exchange.apis import COMPLETIONS, FALSE, NULL, RESPONSES, Api
 from sidecar.exchange.splice import Fields, NotAnObject, fields, is_object
 
-BYTES_PER_TOKEN = 4
-"""A usual figure for English text and code under BPE vocabularies; token ids are counted exactly."""
+BYTES_PER_TOKEN = 4.0
+"""A usual figure for English text and code under BPE vocabularies, until prompts have told."""
 
 
 _MAY_BE_IDS = ("prompt", "token_ids")
@@ -100,17 +100,14 @@ def is_token_ids(api: Api, members: Fields) -> bool:
     return value is not None and api.prompt[0] in _MAY_BE_IDS and bytes(memoryview(value)[:1]) == b"["
 
 
-def estimated_tokens(api: Api, members: Fields) -> int:
-    """About how many tokens the prompt has; exact for a list of token ids."""
-    if is_token_ids(api, members):
-        return bytes(members[api.prompt[0]]).count(b",") + 1
-    size_bytes = 0
-    for name in api.prompt:
-        value = members.get(name)
-        if value is None:
-            continue
-        size_bytes += len(memoryview(value))
-    return size_bytes // BYTES_PER_TOKEN
+def exact_tokens(api: Api, members: Fields) -> int:
+    """How many tokens a list of token ids has."""
+    return bytes(members[api.prompt[0]]).count(b",") + 1
 
 
-__all__ = ["NotAnObject", "estimated_tokens", "is_token_ids", "keeps_local"]
+def prompt_bytes(api: Api, members: Fields) -> int:
+    """Size of what makes up the prompt, as JSON."""
+    return sum(len(memoryview(members[name])) for name in api.prompt if name in members)
+
+
+__all__ = ["NotAnObject", "exact_tokens", "is_token_ids", "keeps_local", "prompt_bytes"]

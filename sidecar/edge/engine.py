@@ -418,6 +418,11 @@ class EnginePool:
         return not self._open and not self._connecting
 
     @property
+    def busy(self) -> int:
+        """Connections with a request on them."""
+        return len(self._open) - len(self._idle)
+
+    @property
     def open_connections(self) -> int:
         return len(self._open)
 

@@ -14,6 +14,7 @@ from sidecar.decision.guards import decide
 from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable, decoded
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
+from sidecar.edge.learning import learn
 from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg
 from sidecar.edge.release import Release
 from sidecar.edge.request import Request
@@ -46,10 +47,12 @@ class Runner:
     """One request from its complete head to the end of its answer."""
 
     __slots__ = (
+        "_ahead",
         "_api",
         "_body",
         "_client",
         "_client_left",
+        "_computing_here",
         "_early_tunnel_data",
         "_exchange",
         "_finished",
@@ -76,6 +79,10 @@ class Runner:
         self._leg: Leg | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unwatch: Callable[[], None] | None = None
+        self._ahead = 0
+        """Prompt tokens that this request's found before it at the decode engine."""
+        self._computing_here = 0
+        """Prompt tokens of this request that the decode engine computes at present."""
         self._status = 0
         self._finished = False
         self._client_left = False
@@ -96,7 +103,7 @@ class Runner:
                 self._members,
                 request.read.get(b"x-prefiller-host-port", []),
                 service.endpoints,
-                settings.min_remote_tokens,
+                service.rules,
                 service.live.engine_facts.block_size,
             )
         except Undecodable as error:
@@ -228,6 +235,7 @@ class Runner:
             parts = decode_body(self._body, service.connector.decode_params(handoff))
         else:
             parts = (self._body,) if self._body else ()
+            self._begin_here()
         is_api = self._api is not None
         block = request.relay_block(inflated=request.inflated, with_id=is_api)
         if request.is_streamed:
@@ -394,6 +402,19 @@ class Runner:
     def first_byte(self) -> None:
         if not self._times.first_byte:
             self._times.first_byte = time.monotonic()
+            self._end_here()
+
+    def _begin_here(self) -> None:
+        assert self._exchange is not None
+        tokens = self._exchange.decision.estimated_tokens
+        if tokens and not self._computing_here:
+            self._computing_here = tokens
+            self._ahead = self._service.rules.began_here(tokens)
+
+    def _end_here(self) -> None:
+        tokens, self._computing_here = self._computing_here, 0
+        if tokens:
+            self._service.rules.ended_here(tokens)
 
     def _refuse(self, row: Row, detail: str) -> None:
         self._status = row.status
@@ -456,6 +477,9 @@ class Runner:
         if exchange is not None:
             exchange.close()
             self._give_back()
+            self._end_here()
+            if self._api is not None:
+                learn(self._service.rules, self._api, exchange, self._times, self._status, self._ahead)
             self._service.observer.finished(
                 self._api.name if self._api is not None else "other",
                 exchange,

@@ -9,6 +9,7 @@ from sidecar.config import Settings
 from sidecar.connectors import Connector
 from sidecar.connectors.connector import EngineFacts, Handoff, Rejection
 from sidecar.decision.guards import Decision, Mode
+from sidecar.decision.rules import Rules
 from sidecar.edge.engine import EnginePool
 from sidecar.exchange.budget import Budget
 from sidecar.exchange.failures import Row
@@ -92,3 +93,4 @@ class Service:
     watch: PeerWatch
     gate: HandoffGate | None
     """None: handoffs are passed on with the address that the prefill engine gave."""
+    rules: Rules

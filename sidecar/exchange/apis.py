@@ -45,6 +45,8 @@ class Api:
     """SSE event types that may stand before an error, so they do not prove that the pull worked."""
     preamble_data: bytes = b""
     """The same for APIs without event types: what such an event's data contains."""
+    streams_from_first_token: bool = False
+    """The first byte of a streamed answer means that a token is there (others begin with what says nothing)."""
     cached_tokens: bytes = b'"cached_tokens":'
     """Where the answer's usage names the prompt tokens that came from a cache."""
 
@@ -62,6 +64,7 @@ COMPLETIONS = Api(
     drop=_STOP,
     single=_ONE_SAMPLE,
     never=(*_NEEDS_LOCAL, "prompt_embeds"),
+    streams_from_first_token=True,
 )
 CHAT = Api(
     name="chat",
@@ -73,6 +76,7 @@ CHAT = Api(
     never=_NEEDS_LOCAL,
     media_url=b'_url"',
     preamble_data=b'"delta":{"role":"assistant","content":""',
+    streams_from_first_token=True,
 )
 RESPONSES = Api(
     name="responses",
@@ -106,6 +110,7 @@ GENERATE = Api(
     outer_drop=frozenset({"stream_options"}),
     single=(("n", (b"1",)), ("prompt_logprobs", ())),
     never=("features",),
+    streams_from_first_token=True,
 )
 
 APIS: dict[bytes, Api] = {api.path: api for api in (COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE)}

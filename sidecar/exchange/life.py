@@ -116,8 +116,12 @@ class Exchange:
         "fell_back",
         "handoff",
         "handoff_outcomes",
+        "is_event_stream",
         "on_attempt",
+        "prefill_ahead",
+        "prefill_cached_tokens",
         "prefill_endpoint",
+        "prompt_tokens",
         "reason",
         "stage",
         "what",
@@ -151,6 +155,14 @@ class Exchange:
         self.fell_back: Row | None = None
         """Why the prompt was recomputed."""
         self.faults: list[Fault] = []
+        self.prompt_tokens = 0
+        """As the prefill engine counted them, 0 before."""
+        self.prefill_cached_tokens = 0
+        """Of which it had the KV, as far as it says."""
+        self.prefill_ahead = 0
+        """Prompt tokens that were under way at the endpoint when the last prefill leg started."""
+        self.is_event_stream = False
+        """The decode engine streams its answer."""
         self.on_attempt = on_attempt
         self._connector = connector
         self._endpoints = endpoints
@@ -207,6 +219,7 @@ class Exchange:
         result = self._connector.read(answer, source)
         if isinstance(result, Rejection):
             return self._no_kv(result)
+        self.prompt_tokens, self.prefill_cached_tokens = result.prompt_tokens, result.prefill_cached_tokens
         if self.decision.is_exact and result.prompt_tokens != self.decision.estimated_tokens:
             # KV of another prompt is wrong text with 200, or the end of the decode engine.
             seen = f"prefill had {result.prompt_tokens} tokens, the request has {self.decision.estimated_tokens}"
@@ -283,6 +296,7 @@ class Exchange:
 
     def decode_answered(self, status: int, is_event_stream: bool) -> Command:
         """The decode engine's head is here."""
+        self.is_event_stream = is_event_stream
         if self.stage is Stage.PULL:
             if status >= 500:
                 return self.fault("server_error", f"status {status}")
@@ -370,14 +384,15 @@ class Exchange:
         self._tried.append(endpoint)
         self.prefill_endpoint = endpoint
         self._prefilling = True
-        self._trial = self._endpoints.begin(endpoint)
+        self.prefill_ahead = endpoint.tokens_in_flight
+        self._trial = self._endpoints.begin(endpoint, decision.estimated_tokens)
         return Prefill(endpoint)
 
     def _end_prefill(self, outcome: str) -> Endpoint:
         endpoint = self.prefill_endpoint
         assert endpoint is not None
         self._prefilling = False
-        self._endpoints.end(endpoint)
+        self._endpoints.end(endpoint, self.decision.estimated_tokens)
         self.on_attempt(outcome)
         row = TABLE.get((Stage.PREFILL, outcome))
         if row is not None and row.blames:

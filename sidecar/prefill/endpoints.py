@@ -32,6 +32,8 @@ class Endpoint:
     configured: bool
     label: str = ""
     in_flight: int = 0
+    tokens_in_flight: int = 0
+    """Prompt tokens of the prefill legs that are under way, as estimated."""
     breaker: Breaker = field(default_factory=Breaker)
     facts: EngineFacts = field(default_factory=EngineFacts)
     peer_host: str = ""
@@ -159,13 +161,21 @@ class Endpoints:
 
     # -- what came of it --
 
-    def begin(self, endpoint: Endpoint) -> int:
-        """A prefill leg starts; returns its number if it is the breaker's trial, else 0."""
+    def least_tokens_in_flight(self, candidates: Sequence[Endpoint]) -> int:
+        """What a prompt finds before it at the least loaded of those that may be used; 0 if none may."""
+        now = self._now()
+        return min((one.tokens_in_flight for one in candidates if one.admits(now)), default=0)
+
+    def begin(self, endpoint: Endpoint, tokens: int) -> int:
+        """A prefill leg for a prompt of about so many tokens starts; returns its number if it is the breaker's
+        trial, else 0."""
         endpoint.in_flight += 1
+        endpoint.tokens_in_flight += tokens
         return endpoint.breaker.begin()
 
-    def end(self, endpoint: Endpoint) -> None:
+    def end(self, endpoint: Endpoint, tokens: int) -> None:
         endpoint.in_flight -= 1
+        endpoint.tokens_in_flight -= tokens
 
     def failed(self, endpoint: Endpoint, *, at_once: bool, trial: int) -> None:
         """Counts a failure against the endpoint."""

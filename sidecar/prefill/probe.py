@@ -8,6 +8,7 @@ import re
 import aiohttp
 
 from sidecar.connectors.connector import EngineFacts
+from sidecar.decision.signals import Load, parse_load
 
 MAX_METRICS_BYTES = 8 << 20
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
@@ -35,16 +36,28 @@ class EngineProbe:
 
     async def facts(self, timeout_s: float) -> EngineFacts:
         """Block size and number of blocks from `/metrics` (vllm:cache_config_info); zeros if it does not tell."""
+        return parse_facts(await self._metrics(timeout_s))
+
+    async def load(self, timeout_s: float) -> Load | None:
+        """What runs and waits there, from `/metrics`; None if it does not tell."""
+        return parse_load(await self._metrics(timeout_s))
+
+    async def _metrics(self, timeout_s: float) -> str:
+        """The exposition, "" if there is none."""
         try:
             async with self._session.get(
                 self._base_url + "/metrics", timeout=aiohttp.ClientTimeout(total=timeout_s), allow_redirects=False
             ) as response:
                 if response.status != 200:
-                    return EngineFacts()
-                text = (await response.content.read(MAX_METRICS_BYTES)).decode("utf-8", "replace")
+                    return ""
+                body = bytearray()
+                async for piece in response.content.iter_any():
+                    body += piece
+                    if len(body) > MAX_METRICS_BYTES:
+                        return ""
+                return body.decode("utf-8", "replace")
         except (TimeoutError, aiohttp.ClientError, OSError):
-            return EngineFacts()
-        return parse_facts(text)
+            return ""
 
 
 def parse_facts(metrics: str) -> EngineFacts:

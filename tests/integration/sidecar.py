@@ -39,6 +39,8 @@ KEY = f"Bearer {CANARY}-key"
 DIRECT = ("X-Direct", "1")
 """Marks a request that a test sent to an engine itself."""
 START_TIMEOUT_S = 20.0
+RELEASED = b"pd-sidecar/released-handoff"
+"""The model that the sidecar asks for to give a handoff back."""
 LISTEN = "0A"  # the kernel's state number in /proc/net/tcp
 
 _numbers = itertools.count(1)
@@ -439,5 +441,12 @@ def _of_clients(engine: ThreadedEngine) -> list[Received]:
     probes = (("GET", "/health"), ("GET", "/metrics"))
     direct = DIRECT[0].encode(), DIRECT[1].encode()
     return [
-        one for one in list(engine.requests) if (one.method, one.target) not in probes and direct not in one.headers
+        one
+        for one in list(engine.requests)
+        if (one.method, one.target) not in probes and direct not in one.headers and RELEASED not in one.body
     ]
+
+
+def released(engine: ThreadedEngine) -> int:
+    """How many handoffs it was asked to give back."""
+    return sum(RELEASED in one.body for one in list(engine.requests))

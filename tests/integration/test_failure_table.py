@@ -31,6 +31,7 @@ from tests.integration.sidecar import (
     eventually,
     free_ports,
     quick,
+    released,
 )
 
 Play = Callable[[Rig, dict[str, Any]], Answer | None]
@@ -331,7 +332,7 @@ def _leaves_with_a_handoff(rig: Rig, body: dict[str, Any]) -> None:
         rig.prefill.wait_for(lambda engine: engine.held_blocks)
         time.sleep(0.02)
     channel.running.set()
-    eventually(lambda: any(b"released-handoff" in one.body for one in rig.decoded()))
+    eventually(lambda: released(rig.decode))
     assert rig.sidecar.metrics()("handoffs_total", outcome="released") >= 1
 
     def given_back() -> bool:

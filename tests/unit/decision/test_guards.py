@@ -2,12 +2,16 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from sidecar.connectors.connector import EngineFacts
+from sidecar.decision.cost import Costs
 from sidecar.decision.guards import Decision, Kind, Mode, decide
+from sidecar.decision.rules import Rules
+from sidecar.decision.signals import Load
 from sidecar.exchange.apis import APIS, CHAT, COMPLETIONS, Api
 from sidecar.exchange.splice import fields
 from sidecar.prefill.address import Address, AllowList
@@ -24,7 +28,7 @@ class World:
     def __init__(self, *listed: bytes, allow: tuple[str, ...] = ("10.1.0.0/16",), minimum: int = 256) -> None:
         addresses = [Address(host, int(port)) for host, _, port in (one.decode().partition(":") for one in listed)]
         self.endpoints = Endpoints(addresses, AllowList(list(allow)), lambda: 0.0)
-        self.minimum = minimum
+        self.rules = Rules(minimum, lambda: 100.0)
 
     def decide(
         self,
@@ -40,7 +44,7 @@ class World:
         if api is CHAT:
             body = {"messages": [], **more}
         members = fields(json.dumps(body))
-        return decide(mode, splits, api, members, list(header), self.endpoints, self.minimum, block_size)
+        return decide(mode, splits, api, members, list(header), self.endpoints, self.rules, block_size)
 
     def open_all(self) -> None:
         for endpoint in self.endpoints:
@@ -211,3 +215,58 @@ def test_no_prefill_is_paid_for_while_no_handoff_could_be_checked(world: World) 
     assert not world.decide(block_size=0, tokens=1).budgeted
     next(iter(world.endpoints)).facts = EngineFacts(16, 100)
     assert outcome(world.decide(block_size=0)) == ("remote", "long")
+
+
+# -- the rules behind the guards -------------------------------------------------------------------------------
+
+
+class Held:
+    """A prefix index that holds so many tokens of every prompt."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def cached_tokens(self, token_ids: Sequence[int], **_: object) -> int:
+        return min(self.tokens, len(token_ids))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached", "expected"),
+    [
+        (1000, 0, ("remote", "long")),
+        (1000, 744, ("remote", "long")),  # 256 are left
+        (1000, 745, ("local", "cached")),
+        (1000, 999, ("local", "cached")),
+        (255, 255, ("local", "short")),
+        (256, 1, ("local", "cached")),
+    ],
+)
+def test_what_decode_holds_is_not_computed_elsewhere(
+    world: World, tokens: int, cached: int, expected: tuple[str, str]
+) -> None:
+    world.rules.index = Held(cached)
+    decision = world.decide(tokens=tokens)
+    assert outcome(decision) == expected
+    assert not decision.candidates or decision.kind is Kind.REMOTE
+    assert outcome(world.decide(tokens=tokens, mode=Mode.ON)) == ("remote", "on")
+
+
+def test_minimum_zero_means_every_prompt(world: World) -> None:
+    """Also one that decode holds entirely."""
+    world = World(LISTED, minimum=0)
+    world.rules.index = Held(10_000)
+    assert outcome(world.decide(tokens=1)) == ("remote", "long")
+
+
+def test_cost_rule_decides_and_is_explained(world: World) -> None:
+    world.rules.costs = Costs.make(1.0)
+    world.rules.signals.tell(Load(0, 0, 0.0), 100.0)
+    first, second = world.decide(), world.decide()
+    assert (outcome(first), outcome(second)) == (("remote", "long"), ("local", "decode_idle"))
+    for decision in (first, second):
+        assert decision.inputs is not None
+        assert decision.inputs.tokens == 1000
+        assert decision.verdict is not None
+        assert decision.verdict.static == "unfitted"
+    assert first.candidates
+    assert not second.candidates

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.decision.shape import BYTES_PER_TOKEN, estimated_tokens, keeps_local
+from sidecar.decision.shape import exact_tokens, is_token_ids, keeps_local, prompt_bytes
 from sidecar.exchange.apis import APIS, CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Api
 from sidecar.exchange.splice import NotAnObject, fields
 
@@ -235,24 +235,24 @@ def test_depth_that_was_read_is_judged_without_an_exception(api: Api, depth: int
 # -- length ----------------------------------------------------------------------------------------------------
 
 
-def _tokens(api: Api, body: str) -> int:
-    return estimated_tokens(api, fields(body.encode()))
-
-
 @pytest.mark.parametrize(
-    ("api", "body", "tokens"),
+    ("api", "body", "size"),
     [
-        (COMPLETIONS, '{"prompt":[1,2,3]}', 3),
-        (COMPLETIONS, '{"prompt":[ 1 , 2 ]}', 2),
-        (COMPLETIONS, '{"prompt":[7]}', 1),
-        (GENERATE, '{"token_ids":[1,2,3,4,5],"sampling_params":{}}', 5),
-        (COMPLETIONS, '{"prompt":"%s"}' % ("x" * 398), 400 // BYTES_PER_TOKEN),
-        (COMPLETIONS, "{}", 0),
-        (CHAT, '{{"messages":[{}],"tools":[{}]}}'.format("1" * 98, "2" * 298), 400 // BYTES_PER_TOKEN),
-        (RESPONSES, '{{"input":"{}","instructions":"{}"}}'.format("a" * 98, "b" * 98), 200 // BYTES_PER_TOKEN),
-        (MESSAGES, '{{"messages":[{}],"system":"{}"}}'.format("1" * 98, "2" * 98), 200 // BYTES_PER_TOKEN),
-        (CHAT, '{"model":"%s","messages":[]}' % ("m" * 1000), 0),
+        (COMPLETIONS, '{"prompt":[1,2,3]}', "3 tokens"),
+        (COMPLETIONS, '{"prompt":[ 1 , 2 ]}', "2 tokens"),
+        (COMPLETIONS, '{"prompt":[7]}', "1 tokens"),
+        (GENERATE, '{"token_ids":[1,2,3,4,5],"sampling_params":{}}', "5 tokens"),
+        (COMPLETIONS, '{"prompt":"%s"}' % ("x" * 398), "400 bytes"),
+        (COMPLETIONS, "{}", "0 bytes"),
+        (CHAT, '{{"messages":[{}],"tools":[{}]}}'.format("1" * 98, "2" * 298), "400 bytes"),
+        (RESPONSES, '{{"input":"{}","instructions":"{}"}}'.format("a" * 98, "b" * 98), "200 bytes"),
+        (MESSAGES, '{{"messages":[{}],"system":"{}"}}'.format("1" * 98, "2" * 98), "200 bytes"),
+        (CHAT, '{"model":"%s","messages":[]}' % ("m" * 1000), "2 bytes"),
     ],
 )
-def test_estimate(api: Api, body: str, tokens: int) -> None:
-    assert _tokens(api, body) == tokens
+def test_size_of_the_prompt(api: Api, body: str, size: str) -> None:
+    members = fields(body.encode())
+    if is_token_ids(api, members):
+        assert size == f"{exact_tokens(api, members)} tokens"
+    else:
+        assert size == f"{prompt_bytes(api, members)} bytes"

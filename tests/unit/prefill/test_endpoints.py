@@ -78,7 +78,7 @@ def test_memory_is_bounded() -> None:
     """Case 44: a header a request must not grow the sidecar, nor push out what is configured or in use."""
     world = World("a:1", "b:1")
     busy = world.candidates([b"busy:1"])[0]
-    world.begin(busy)
+    world.begin(busy, 10)
     for n in range(3 * MAX_ENDPOINTS):
         world.candidates([b"h%d:1" % n])
     labels = [endpoint.label for endpoint in world]
@@ -175,12 +175,12 @@ def test_nothing_to_choose_from() -> None:
 def test_in_flight() -> None:
     world = World("a:1")
     a = world.configured[0]
-    assert world.begin(a) == 0
-    world.begin(a)
-    assert a.in_flight == 2
-    world.end(a)
-    world.end(a)
-    assert a.in_flight == 0
+    assert world.begin(a, 10) == 0
+    world.begin(a, 10)
+    assert (a.in_flight, a.tokens_in_flight) == (2, 20)
+    world.end(a, 10)
+    world.end(a, 10)
+    assert a.in_flight == a.tokens_in_flight == 0
 
 
 def test_begin_tells_the_trial() -> None:
@@ -188,12 +188,12 @@ def test_begin_tells_the_trial() -> None:
     a = world.configured[0]
     world.broken(a)
     world.clock = 2.0
-    trial = world.begin(a)
+    trial = world.begin(a, 10)
     assert trial
     world.failed(a, at_once=False, trial=trial)
     assert a.breaker.state is State.OPEN
     world.clock = 10.0
-    world.begin(a)
+    world.begin(a, 10)
     world.brought_kv(a)
     assert a.breaker.state is State.CLOSED
 
@@ -213,3 +213,13 @@ def test_hosts_that_a_handoff_may_name() -> None:
     assert endpoint.hosts == {"prefill-0"}
     endpoint.peer_host = "10.0.0.5"
     assert endpoint.hosts == {"prefill-0", "10.0.0.5"}
+
+
+def test_what_a_prompt_finds_before_it() -> None:
+    world = World("a:1", "b:2", "c:3")
+    a, b, c = world.configured
+    world.begin(a, 500)
+    world.begin(b, 300)
+    world.broken(c)
+    assert world.least_tokens_in_flight(world.configured) == 300
+    assert world.least_tokens_in_flight([c]) == 0

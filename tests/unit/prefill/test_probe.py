@@ -1,11 +1,13 @@
 """What an engine says of its health, and its metrics of its KV cache."""
 
+from collections.abc import AsyncIterator
 from typing import Any, Self
 
 import aiohttp
 import pytest
 
 from sidecar.connectors.connector import EngineFacts
+from sidecar.decision.signals import Load
 from sidecar.prefill.probe import EngineProbe, parse_facts
 from tests.unit import clock
 
@@ -54,8 +56,10 @@ class Engine:
         self.urls.append(url)
         return self
 
-    async def read(self, limit: int) -> bytes:
-        return self.body[:limit]
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        """As it comes from the network: in pieces."""
+        for begin in range(0, len(self.body), 65536):
+            yield self.body[begin : begin + 65536]
 
     async def __aenter__(self) -> Self:
         if self.error is not None:
@@ -107,6 +111,13 @@ def test_facts_over_http(status: int) -> None:
     engine = Engine(status, LINE.encode() + b"\n\xff")
     assert ask(engine, "facts") == (EngineFacts(16, 2048) if status == 200 else EngineFacts())
     assert engine.urls == ["http://[fd00::1]:8000/metrics"]
+
+
+def test_metrics_that_come_in_pieces() -> None:
+    engine = Engine(body=b"x 1\n" * 50_000 + LINE.encode() + b"\nvllm:num_requests_running 3.0\n")
+    assert ask(engine, "facts") == EngineFacts(16, 2048)
+    assert ask(engine, "load") == Load(3, 0, 0.0)
+    assert ask(Engine(404), "load") is None
 
 
 def test_endless_metrics() -> None:

@@ -1,0 +1,176 @@
+"""What a prompt costs here and there, in seconds, learnt from what the sidecar sees. No I/O, no clock.
+
+    local  = wait here + T(u, c)                         T(u, c) = a0 + a1 u + a2 u (u/2 + c)
+    remote = wait there + T_there(n, 0) + x0 + x1 (n - c)
+    local if local + weight * streams * T(u, c) <= remote
+
+n: prompt tokens, c: of which the decode engine holds the KV, u = n - c; all in thousands below. The third term
+is what the running streams lose while the prompt is computed between their tokens. Attention makes the cost of a
+token grow with those before it, hence the quadratic term.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+FORGET = 0.98
+"""Weight of a sample after each later one: the last fifty count."""
+SAMPLES_TO_KNOW = 8
+REACH = 4.0
+"""A fit is trusted for prompts up to so many times the longest that it has seen."""
+FIRST_REACH_TOKENS = 1024
+OUTLIER = 4.0
+"""A sample counts for at most so many times the usual error: one stalled step must not bend the fit."""
+HYSTERESIS = 0.1
+"""The other side must be cheaper by this share before decisions change sides."""
+
+
+class Fit:
+    """A linear function with coefficients that are not negative, fitted by recursive least squares that forgets."""
+
+    def __init__(self, *prior: float) -> None:
+        """`prior`: coefficients until samples say otherwise, in seconds, seconds per thousand tokens, ..."""
+        self.coefficients = list(prior)
+        size = range(len(prior))
+        self._spread = [[100.0 if row == column else 0.0 for column in size] for row in size]
+        self._usual_error = 0.0
+        self.samples = 0
+        self.longest_tokens = 0
+
+    def add(self, features: Sequence[float], seconds: float, tokens: int) -> None:
+        """One measurement; `tokens` is how long the prompt was."""
+        size = range(len(features))
+        moved = [sum(row[i] * features[i] for i in size) for row in self._spread]
+        scale = FORGET + sum(features[i] * moved[i] for i in size)
+        error = seconds - sum(self.coefficients[i] * features[i] for i in size)
+        if self.samples >= SAMPLES_TO_KNOW:
+            bound = OUTLIER * self._usual_error
+            error = min(max(error, -bound), bound)
+        self._usual_error += (abs(error) - self._usual_error) / min(self.samples + 1, 20)
+        for row in size:
+            gain = moved[row] / scale
+            self.coefficients[row] = max(0.0, self.coefficients[row] + gain * error)
+            for column in size:
+                spread = (self._spread[row][column] - gain * moved[column]) / FORGET
+                # What is never excited would grow for ever.
+                self._spread[row][column] = min(max(spread, -1e4), 1e4)
+        self.samples += 1
+        self.longest_tokens = max(self.longest_tokens, tokens)
+
+    def at(self, features: Sequence[float]) -> float:
+        """Seconds."""
+        return sum(a * b for a, b in zip(self.coefficients, features, strict=True))
+
+    def knows(self, tokens: int) -> bool:
+        """Whether it has seen enough to be asked about prompts of this length."""
+        return self.samples >= SAMPLES_TO_KNOW and self.reaches(tokens)
+
+    def reaches(self, tokens: int) -> bool:
+        """Whether the prompt is not far longer than any that it has seen."""
+        return tokens <= max(self.longest_tokens * REACH, FIRST_REACH_TOKENS)
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """What one decision rests on; no prompt. Recorded in `/decisions`."""
+
+    tokens: int
+    """n: prompt tokens."""
+    cached: int = 0
+    """c: of which the decode engine holds the KV."""
+    streams: float = 0.0
+    """Requests that the decode engine generates for, now or lately."""
+    waiting: int = 0
+    """Requests that wait at the decode engine."""
+    local_ahead: int = 0
+    """Prompt tokens that this sidecar has sent to the decode engine and that are not computed yet."""
+    prefill_ahead: int = 0
+    """The same of the least loaded prefill endpoint."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Where, why, and what both ways are thought to cost (0: not known)."""
+
+    remote: bool
+    reason: str
+    local_seconds: float = 0.0
+    remote_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    """What the running streams lose, weighted, if the prompt is computed here."""
+    static: str = ""
+    """Why the static rule decided: `off`, `stale` (the engine does not tell its load) or `unfitted` (samples are
+    wanting); "" if the costs did."""
+
+
+def _prefill(new: int, cached: int = 0) -> tuple[float, float, float]:
+    u, c = new / 1000, cached / 1000
+    return 1.0, u, u * (u / 2 + c)
+
+
+@dataclass(slots=True)
+class Costs:
+    """The fits of one decode engine and of the prefill engines that it pulls from."""
+
+    local: Fit
+    prefill: Fit
+    pull: Fit
+    weight: float
+    """How much a second that running streams lose counts against one that the new request waits."""
+    was_remote: bool = True
+    tries: int = 0
+
+    @classmethod
+    def make(cls, weight: float) -> "Costs":
+        # Of an 8 B model on one accelerator, by orders of magnitude; eight samples outweigh them.
+        return cls(Fit(0.02, 0.03, 0.0005), Fit(0.02, 0.03, 0.0005), Fit(0.02, 0.005), weight)
+
+    # -- what was measured --
+
+    def computed_here(self, new: int, cached: int, seconds: float) -> None:
+        """First token of a prompt that the decode engine computed with no other of ours before it."""
+        self.local.add(_prefill(new, cached), seconds, new)
+
+    def computed_there(self, new: int, seconds: float) -> None:
+        """Whole prefill leg of a prompt of which the prefill engine computed `new` tokens, with none before it."""
+        self.prefill.add(_prefill(new), seconds, new)
+
+    def pulled(self, tokens: int, seconds: float) -> None:
+        """First token of a prompt whose KV the decode engine pulled."""
+        self.pull.add((1.0, tokens / 1000), seconds, tokens)
+
+    # -- what follows --
+
+    def weigh(self, inputs: Inputs) -> Verdict:
+        """Local or remote. Reasons: `decode_idle`, `prefill_busy`, `cost` for local; `decode_busy`, `cost`, `long`
+        for remote."""
+        tokens, cached = inputs.tokens, inputs.cached
+        new = tokens - cached
+        is_idle = inputs.streams < 0.5 and not inputs.waiting
+        local_known = self.local.knows(new)
+        if not (local_known and self.prefill.knows(tokens) and self.pull.knows(tokens)):
+            return self._unfitted(new, is_idle=is_idle, local_known=local_known)
+        compute_s = self.local.at(_prefill(new, cached))
+        local_s = self.local.coefficients[1] * inputs.local_ahead / 1000 + inputs.waiting * compute_s + compute_s
+        wait_there_s = self.prefill.coefficients[1] * inputs.prefill_ahead / 1000
+        beyond_s = self.prefill.at(_prefill(tokens)) + self.pull.at((1.0, new / 1000))
+        remote_s = wait_there_s + beyond_s
+        stall_s = self.weight * inputs.streams * compute_s
+        bias = 1 + (HYSTERESIS if not self.was_remote else -HYSTERESIS)
+        is_remote = local_s + stall_s > remote_s * bias
+        if is_remote:
+            reason = "decode_busy" if local_s <= remote_s * bias else "cost"
+        elif is_idle:
+            reason = "decode_idle"
+        else:
+            reason = "prefill_busy" if local_s + stall_s > beyond_s * bias else "cost"
+        self.was_remote = is_remote
+        return Verdict(is_remote, reason, local_s, remote_s, stall_s)
+
+    def _unfitted(self, new: int, *, is_idle: bool, local_known: bool) -> Verdict:
+        """The static rule; while the decode engine is idle every other prompt is computed there, so that both ways
+        get known where it costs nobody else anything."""
+        if is_idle and not local_known and self.local.reaches(new):
+            self.tries += 1
+            if self.tries % 2 == 0:
+                return Verdict(remote=False, reason="decode_idle", static="unfitted")
+        return Verdict(remote=True, reason="long", static="unfitted")

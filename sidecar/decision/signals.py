@@ -1,0 +1,80 @@
+"""What the local engine says of its load, and for how long that counts. No I/O.
+
+The sidecar's own counts are exact and never stale, but it may not be the engine's only client; the engine's metrics
+see everything and are up to a second old.
+"""
+
+import re
+from dataclasses import dataclass
+
+STALE_AFTER_S = 2.0
+SMOOTHING = 0.1
+"""Share of the newest scrape, one a second, in what counts as lately."""
+
+_SAMPLE = re.compile(
+    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{([^}\n]*)\})? (\S+)", re.MULTILINE
+)
+_MODEL_NAME = re.compile(r'\bmodel_name="([^"\\]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One scrape of an engine; sums over its data-parallel ranks, the fullest rank's KV usage."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    """Share of the KV blocks in use, 0 to 1."""
+    model_names: frozenset[str] = frozenset()
+    """What requests for the base model say in `model`, as far as the metrics tell: the first served name."""
+
+
+def parse_load(metrics: str) -> Load | None:
+    """The load in a Prometheus text exposition of vLLM 0.32, None if it does not tell."""
+    running = waiting = 0.0
+    usage = 0.0
+    names = set()
+    found = False
+    for name, labels, text in _SAMPLE.findall(metrics):
+        try:
+            value = float(text)
+        except ValueError:
+            return None
+        if name == "num_requests_running":
+            running, found = running + value, True
+            names.update(_MODEL_NAME.findall(labels))
+        elif name == "num_requests_waiting":
+            waiting += value
+        else:
+            usage = max(usage, value)
+    return Load(int(running), int(waiting), usage, frozenset(names)) if found else None
+
+
+class Signals:
+    """The load of one rank of the local engine."""
+
+    def __init__(self) -> None:
+        self._load: Load | None = None
+        self._at = -STALE_AFTER_S
+        self._lately = 0.0
+
+    def tell(self, load: Load | None, now: float) -> None:
+        """A scrape, or that it failed."""
+        if load is None:
+            return
+        self._load, self._at = load, now
+        self._lately += SMOOTHING * (load.running - self._lately)
+
+    def fresh(self, now: float) -> Load | None:
+        """The newest scrape unless it is stale."""
+        return self._load if now - self._at < STALE_AFTER_S else None
+
+    @property
+    def model_names(self) -> frozenset[str]:
+        return self._load.model_names if self._load is not None else frozenset()
+
+    def streams(self, running_now: int) -> float:
+        """Requests that the engine generates for, by whoever sees most: `running_now` is our own count. An engine
+        that is usually busy does not count as idle in a short pause."""
+        scraped = self._load.running if self._load is not None else 0
+        return max(float(max(running_now, scraped)), self._lately)

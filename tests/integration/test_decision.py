@@ -1,0 +1,170 @@
+"""The decision rules on engines: prefixes that decode holds, costs that are learnt, signals that are cut."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.engine import Fault, ThreadedEngine
+from tests.integration.apis import CHAT, COMPLETIONS, GENERATE
+from tests.integration.sidecar import Sidecar, chat, completion, eventually, free_ports
+
+BLOCK = 16
+MINIMUM = 256
+
+Started = Callable[..., tuple[Sidecar, ThreadedEngine, ThreadedEngine]]
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """`started(*flags, **options of the decode engine)`: a sidecar in mode auto, a prefill and a decode engine."""
+    with ExitStack() as stack:
+
+        def start(
+            *flags: str, prefill: dict[str, Any] | None = None, **decode_options: Any
+        ) -> tuple[Sidecar, ThreadedEngine, ThreadedEngine]:
+            prefill_engine = stack.enter_context(ThreadedEngine(block_size=BLOCK, **(prefill or {})))
+            decode = stack.enter_context(ThreadedEngine(block_size=BLOCK, **decode_options))
+            sidecar = Sidecar(
+                *("--model-server-port", str(decode.port), "--prefill", prefill_engine.address),
+                *("--disagg", "auto", *flags),
+            )
+            stack.callback(sidecar.stop)
+            return sidecar, prefill_engine, decode
+
+        yield start
+
+
+# -- the prefix index ------------------------------------------------------------------------------------------
+
+
+def events() -> tuple[tuple[str, ...], dict[str, str]]:
+    """Flags of a sidecar that follows KV events, and options of the engine that publishes them."""
+    port, replay = free_ports(), free_ports()
+    flags = "--kv-events", "on", "--kv-events-port", str(port), "--kv-events-replay-port", str(replay)
+    return flags, {
+        "kv_events_endpoint": f"tcp://127.0.0.1:{port}",
+        "kv_events_replay_endpoint": f"tcp://127.0.0.1:{replay}",
+    }
+
+
+def ids(count: int, draw: random.Random) -> list[int]:
+    return [draw.randrange(300, 30_000) for _ in range(count)]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, GENERATE])
+def test_prefixes_that_decode_holds_stay_local(started: Started, path: str) -> None:
+    """To the token: prompts around the threshold, with a prefix that decode has, and as many without."""
+    flags, options = events()
+    sidecar, _, _ = started(*flags, "--decision-rule", "static", **options)
+    draw = random.Random(5)
+
+    def ask(tokens: list[int]) -> str:
+        body: dict[str, Any] = {"model": "sim", "prompt": tokens, "max_tokens": 1}
+        if path == GENERATE:
+            body = {"model": "sim", "token_ids": tokens, "sampling_params": {"max_tokens": 1}}
+        answer = sidecar.ask("POST", path, body)
+        assert answer.status == 200
+        return answer.decision.partition("; prefill")[0]
+
+    beginning = ids(64 * BLOCK, draw)
+    known = len(beginning)
+    assert ask(beginning).startswith("remote")
+    eventually(lambda: sidecar.metrics()("prefix_index_blocks") >= known // BLOCK)
+    for new in [*range(MINIMUM - 15, MINIMUM + 15), *(draw.randrange(1, 2 * MINIMUM) for _ in range(30))]:
+        held = draw.randrange(20, 64) * BLOCK
+        prompt = [*beginning[:held], *ids(new, draw)]
+        assert ask(prompt) == ("local; reason=cached" if new < MINIMUM else "remote"), (held, new)
+        stranger = ids(len(prompt), draw)
+        assert ask(stranger) == "remote"
+    metrics = sidecar.metrics()
+    assert metrics("kv_events_total", type="stored") > 0
+    assert metrics("requests_total", reason="cached") > 20
+
+
+def test_event_stream_cut(started: Started) -> None:
+    """What is not known is not cached; nothing slows down, and with the engine the knowledge returns."""
+    flags, options = events()
+    sidecar, _, decode = started(*flags, "--decision-rule", "static", **options)
+    draw = random.Random(6)
+    prompt = ids(40 * BLOCK, draw)
+
+    def ask(tokens: list[int]) -> str:
+        return sidecar.ask("POST", COMPLETIONS, {"model": "sim", "prompt": tokens, "max_tokens": 1}).decision
+
+    assert ask(prompt).startswith("remote")
+    eventually(lambda: sidecar.metrics()("prefix_index_blocks") > 0)
+    assert ask([*prompt, 1, 2, 3]) == "local; reason=cached"
+    decode.restart()
+    eventually(lambda: sidecar.admin("GET", "/readyz")[0] == 200)
+    eventually(lambda: ask([*prompt, 4, 5, 6]).startswith("remote"))
+    eventually(lambda: ask([*prompt, 4, 5, 6]) == "local; reason=cached")
+
+
+def test_port_taken(started: Started) -> None:
+    with ThreadedEngine() as someone:
+        sidecar = Sidecar("--kv-events", "on", "--kv-events-port", str(someone.port), ready=None)
+        try:
+            assert sidecar.exit_code() == 2
+            assert f"--kv-events-port {someone.port}: " in sidecar.log
+        finally:
+            sidecar.kill()
+
+
+def test_garbage_on_the_events_port(started: Started) -> None:
+    flags, options = events()
+    sidecar, _, _ = started(*flags, **options)
+    port = int(flags[3])
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + b"\0" * 8 + b"\x7f" + b"x" * 100, b"\0" * 5000):
+        with socket.create_connection(("127.0.0.1", port)) as sender:
+            sender.sendall(garbage)
+    assert sidecar.ask("POST", COMPLETIONS, completion(max_tokens=1)).status == 200
+
+
+# -- costs -----------------------------------------------------------------------------------------------------
+
+
+def stream(sidecar: Sidecar, tokens: int) -> str:
+    answer = sidecar.ask("POST", CHAT, chat(tokens, stream=True, max_tokens=2))
+    assert answer.status == 200
+    return answer.decision.partition("; prefill")[0]
+
+
+def test_learns_both_ways_and_explains_itself(started: Started) -> None:
+    """A prefill engine that is ten times slower than decode itself: decode, idle, computes by itself."""
+    sidecar, _, _ = started(prefill={"prefill_seconds_per_1k_tokens": 0.2}, prefill_seconds_per_1k_tokens=0.02)
+    eventually(lambda: stream(sidecar, 400).startswith("local"), 20)
+    deadline = time.monotonic() + 30
+    while sidecar.decisions()[0].get("predicted", {}).get("static", "?"):
+        assert time.monotonic() < deadline, sidecar.decisions()[0]
+        stream(sidecar, random.Random().randrange(300, 600))
+    ways = [stream(sidecar, 500) for _ in range(10)]
+    assert set(ways) == {"local; reason=decode_idle"}
+    record = sidecar.decisions()[0]
+    assert record["inputs"]["tokens"] > 400
+    predicted = record["predicted"]
+    assert 0 < predicted["local_seconds"] < predicted["remote_seconds"]
+    metrics = sidecar.metrics()
+    assert metrics("static_decisions_total", cause="unfitted") > 0
+    assert metrics("prediction_ratio_count", decision="local") >= 10
+    assert sidecar.in_flight() == 0
+
+
+def test_signals_cut(started: Started) -> None:
+    """The engine's metrics are gone: the static rule, counted, at once; with them the costs return."""
+    sidecar, _, decode = started()
+    decode.wait_for(lambda engine: any(one.status for one in engine.requests if one.target == "/metrics"))
+    decode.fault(Fault(status=500), path="/metrics")
+    time.sleep(2.5)
+    before = sidecar.metrics()("static_decisions_total", cause="stale")
+    assert [stream(sidecar, 400) for _ in range(4)] == ["remote"] * 4
+    assert sidecar.metrics()("static_decisions_total", cause="stale") == before + 4
+    assert {record["reason"] for record in sidecar.decisions()[:4]} == {"long"}
+    decode.faults.clear()
+    eventually(lambda: stream(sidecar, 400) == "local; reason=decode_idle", 10)

@@ -1,0 +1,164 @@
+"""The cost rule: what it learns, what it then predicts, and which way it decides."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sidecar.decision.cost import REACH, SAMPLES_TO_KNOW, Costs, Fit, Inputs, Verdict
+
+
+def here(new: int, cached: int = 0) -> float:
+    """Seconds that the decode engine of these tests takes for a prompt."""
+    u, c = new / 1000, cached / 1000
+    return 0.01 + 0.5 * u + 0.02 * u * (u / 2 + c)
+
+
+def fitted(weight: float = 1.0, *, noise: float = 0.0, there: float = 1.0, pull: float = 0.1) -> Costs:
+    """Both ways known: the prefill engine takes `there` times as long, a pull `pull` s for a thousand tokens."""
+    costs = Costs.make(weight)
+    draw = random.Random(1)
+    for _ in range(40):
+        tokens, cached = draw.randrange(50, 4000), draw.choice((0, 0, 500))
+        off = 1 + noise * draw.uniform(-1, 1)
+        costs.computed_here(tokens, cached, here(tokens, cached) * off)
+        costs.computed_there(tokens, there * here(tokens) * off)
+        costs.pulled(tokens, 0.02 + pull * tokens / 1000 * off)
+    return costs
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_predicts_what_it_has_seen(noise: float) -> None:
+    costs = fitted(noise=noise)
+    for tokens in (100, 1000, 3000, 8000):
+        verdict = costs.weigh(Inputs(tokens))
+        assert not verdict.static
+        assert verdict.local_seconds == pytest.approx(here(tokens), rel=0.1 + noise)
+        assert verdict.remote_seconds == pytest.approx(here(tokens) + 0.02 + tokens / 10000, rel=0.1 + noise)
+
+
+def test_follows_a_change() -> None:
+    costs = fitted()
+    for _ in range(150):
+        costs.computed_here(2000, 0, 3 * here(2000))
+        costs.computed_here(500, 0, 3 * here(500))
+    assert costs.weigh(Inputs(2000)).local_seconds == pytest.approx(3 * here(2000), rel=0.1)
+
+
+def test_one_stalled_step_does_not_bend_it() -> None:
+    costs = fitted(noise=0.1)
+    before = costs.weigh(Inputs(1000)).local_seconds
+    costs.computed_here(1000, 0, 600.0)
+    assert costs.weigh(Inputs(1000)).local_seconds < 1.5 * before
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(0, 1000)), max_size=60), st.integers(1, 200_000))
+def test_never_negative_never_nan(samples: list[tuple[int, float]], tokens: int) -> None:
+    costs = Costs.make(1.0)
+    for seen, seconds in samples:
+        costs.computed_here(seen, 0, seconds)
+        costs.computed_there(seen, seconds)
+        costs.pulled(seen, seconds)
+    verdict = costs.weigh(Inputs(tokens, streams=2.0))
+    for value in (verdict.local_seconds, verdict.remote_seconds, verdict.stall_seconds):
+        assert 0 <= value < float("inf")
+    # More to compute is never thought to cost less.
+    more = costs.weigh(Inputs(tokens + 1000, streams=2.0))
+    if not more.static:
+        assert more.local_seconds >= verdict.local_seconds
+
+
+# -- which way -------------------------------------------------------------------------------------------------
+
+
+def way(verdict: Verdict) -> tuple[str, str]:
+    return "remote" if verdict.remote else "local", verdict.reason
+
+
+def test_idle_decode_computes_by_itself() -> None:
+    """The same engine there, and the way: remote costs more and spares nobody anything."""
+    assert way(fitted().weigh(Inputs(2000))) == ("local", "decode_idle")
+
+
+def test_running_streams_are_spared() -> None:
+    assert way(fitted().weigh(Inputs(2000, streams=4))) == ("remote", "decode_busy")
+
+
+def test_streams_that_count_for_nothing() -> None:
+    assert way(fitted(weight=0.0).weigh(Inputs(2000, streams=4))) == ("local", "cost")
+
+
+def test_a_faster_prefill_engine_wins_by_cost() -> None:
+    assert way(fitted(there=0.1, pull=0.01).weigh(Inputs(2000))) == ("remote", "cost")
+
+
+def test_busy_prefill() -> None:
+    costs = fitted(there=0.5, pull=0.05)
+    assert costs.weigh(Inputs(2000, streams=1)).remote
+    assert way(costs.weigh(Inputs(2000, streams=1, prefill_ahead=20_000))) == ("local", "prefill_busy")
+
+
+def test_what_waits_here_counts() -> None:
+    costs = fitted(there=1.2)
+    assert not costs.weigh(Inputs(2000)).remote
+    assert costs.weigh(Inputs(2000, waiting=2)).remote
+    assert costs.weigh(Inputs(2000, local_ahead=8000)).remote
+
+
+def test_what_is_cached_counts_for_both() -> None:
+    """Cached here, it need not be computed here nor pulled; the prefill engine computes it all the same."""
+    costs = fitted(there=0.5)
+    cold, warm = costs.weigh(Inputs(3000, streams=1)), costs.weigh(Inputs(3000, 2500, streams=1))
+    assert cold.remote
+    assert not warm.remote
+    assert warm.local_seconds < cold.local_seconds
+    assert warm.remote_seconds < cold.remote_seconds
+
+
+def test_sides_are_not_changed_for_a_hair() -> None:
+    costs = fitted(there=0.8, pull=0.1)
+    inputs = Inputs(2000, streams=0.6)
+    ratio = costs.weigh(inputs)
+    even = (ratio.local_seconds + ratio.stall_seconds) / ratio.remote_seconds
+    nearly = Inputs(2000, streams=(ratio.remote_seconds / ratio.local_seconds - 1))  # both cost the same
+    assert even > 0
+    for was_remote in (True, False):
+        costs.was_remote = was_remote
+        assert costs.weigh(nearly).remote is was_remote
+
+
+# -- before it knows -------------------------------------------------------------------------------------------
+
+
+def test_static_until_both_ways_are_known() -> None:
+    costs = Costs.make(1.0)
+    for _ in range(SAMPLES_TO_KNOW):
+        verdict = costs.weigh(Inputs(1000, streams=3))
+        assert (way(verdict), verdict.static) == (("remote", "long"), "unfitted")
+        costs.computed_there(1000, here(1000))
+        costs.pulled(1000, 0.1)
+    assert costs.weigh(Inputs(1000, streams=3)).static, "nothing is known of this side"
+
+
+def test_learns_this_side_while_nobody_is_stalled_by_it() -> None:
+    costs = Costs.make(1.0)
+    ways = [way(costs.weigh(Inputs(1000))) for _ in range(4)]
+    assert ways == [("remote", "long"), ("local", "decode_idle")] * 2
+
+
+def test_does_not_try_what_is_far_longer_than_anything_seen() -> None:
+    costs = Costs.make(1.0)
+    costs.computed_here(1000, 0, here(1000))
+    ways = {way(costs.weigh(Inputs(int(1000 * REACH) + 1))) for _ in range(6)}
+    assert ways == {("remote", "long")}
+
+
+def test_reach_of_a_fit() -> None:
+    fit = Fit(0.0, 0.0)
+    for _ in range(SAMPLES_TO_KNOW):
+        assert not fit.knows(100)
+        fit.add((1.0, 2.0), 1.0, 2000)
+    assert fit.knows(8000)
+    assert not fit.knows(8001)

@@ -1,0 +1,157 @@
+"""What the rules know of the local engine, and for how long."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from sidecar.decision.cost import Costs
+from sidecar.decision.rules import Rules
+from sidecar.decision.shape import BYTES_PER_TOKEN
+from sidecar.decision.signals import STALE_AFTER_S, Load, Signals, parse_load
+from sidecar.exchange.apis import CHAT, COMPLETIONS, GENERATE, Api
+from sidecar.exchange.splice import fields
+
+BASE = Load(2, 0, 0.5, frozenset({"base"}))
+
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="base"} 3.0
+vllm:num_requests_running{engine="1",model_name="base"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="base"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="base"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="base",reason="capacity"} 7.0
+vllm:kv_cache_usage_perc{engine="0",model_name="base"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="base"} 0.75
+"""
+
+
+def test_load_of_all_ranks() -> None:
+    assert parse_load(METRICS) == Load(4, 2, 0.75, frozenset({"base"}))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "garbage", "vllm:num_requests_running x\n", "vllm:num_requests_waiting 1.0\n"]
+)
+def test_no_load(text: str) -> None:
+    assert parse_load(text) is None
+
+
+def test_signals_go_stale() -> None:
+    signals = Signals()
+    assert signals.fresh(0.0) is None
+    signals.tell(BASE, 10.0)
+    assert signals.fresh(10.0 + STALE_AFTER_S - 0.01) == BASE
+    signals.tell(None, 11.0)
+    assert signals.fresh(10.0 + STALE_AFTER_S) is None, "a failed scrape is no news"
+
+
+def test_streams_by_whoever_sees_most_and_for_a_while() -> None:
+    signals = Signals()
+    assert signals.streams(0) == 0
+    assert signals.streams(5) == 5
+    for second in range(60):
+        signals.tell(BASE, float(second))
+    assert signals.streams(0) == 2
+    signals.tell(Load(0, 0, 0.0), 61.0)
+    assert 1 < signals.streams(0) < 2, "a short pause is not idleness"
+    for second in range(60):
+        signals.tell(Load(0, 0, 0.0), 62.0 + second)
+    assert signals.streams(0) < 0.5
+
+
+class Index:
+    """A prefix lookup that holds every prompt to two thirds."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str | None, str | None]] = []
+        self.known = True
+
+    def cached_tokens(
+        self, token_ids: Sequence[int], *, lora_name: str | None = None, cache_salt: str | None = None
+    ) -> int | None:
+        self.asked.append((lora_name, cache_salt))
+        return len(token_ids) * 2 // 3 if self.known else None
+
+
+def rules(index: Index | None = None, costs: Costs | None = None) -> Rules:
+    made = Rules(256, lambda: 100.0, index=index, costs=costs)
+    made.signals.tell(BASE, 99.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "asked"),
+    [
+        (COMPLETIONS, {"prompt": [1] * 30}, (None, None)),
+        (COMPLETIONS, {"prompt": [1] * 30, "model": "base"}, (None, None)),
+        (COMPLETIONS, {"prompt": [1] * 30, "model": "adapter"}, ("adapter", None)),
+        (COMPLETIONS, {"prompt": [1] * 30, "model": None, "cache_salt": None}, (None, None)),
+        (COMPLETIONS, {"prompt": [1] * 30, "cache_salt": "s\u00e4lt"}, (None, "s\u00e4lt")),
+        (GENERATE, {"token_ids": [1] * 30, "model": "adapter"}, ("adapter", None)),
+    ],
+)
+def test_the_index_is_asked_with_what_tells_prompts_apart(
+    api: Api, body: dict[str, Any], asked: tuple[str | None, str | None]
+) -> None:
+    index = Index()
+    assert rules(index).cached_tokens(api, fields(json.dumps(body).encode())) == 20
+    assert index.asked == [asked]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1, "x"]},
+        {"prompt": [1.5]},
+        {"prompt": [1], "cache_salt": 7},
+        {"prompt": [1], "model": ["base"]},
+    ],
+)
+def test_what_the_engine_will_refuse_is_not_looked_up(body: dict[str, Any]) -> None:
+    index = Index()
+    assert rules(index).cached_tokens(COMPLETIONS, fields(json.dumps(body).encode())) == 0
+    assert not index.asked
+
+
+def test_unknown_is_not_cached() -> None:
+    index = Index()
+    index.known = False
+    members = fields(b'{"prompt":[1,2,3]}')
+    assert rules(index).cached_tokens(COMPLETIONS, members) == 0
+    assert rules().cached_tokens(COMPLETIONS, members) == 0
+    untold = Rules(256, lambda: 100.0, index=Index())
+    assert untold.cached_tokens(COMPLETIONS, fields(b'{"prompt":[1],"model":"base"}')) == 0, "or an adapter?"
+
+
+def test_stale_signals_bring_the_static_rule() -> None:
+    made = Rules(256, lambda: 100.0, costs=Costs.make(1.0))
+    made.signals.tell(BASE, 100.0 - STALE_AFTER_S)
+    assert made.weigh(1000, 0, 0)[1].static == "stale"
+    made.signals.tell(BASE, 99.5)
+    assert made.weigh(1000, 0, 0)[1].static == "unfitted"
+    assert rules().weigh(1000, 0, 0)[1].static == "off"
+
+
+def test_length_of_text_is_learnt() -> None:
+    made = rules()
+    assert made.bytes_per_token(CHAT) == BYTES_PER_TOKEN
+    for _ in range(200):
+        made.learn_length(CHAT, 2500, 1000)
+        made.learn_length(CHAT, 1_000_000, 100)  # an image
+        made.learn_length(CHAT, 100, 0)
+    assert made.bytes_per_token(CHAT) == pytest.approx(2.5, rel=0.01)
+    assert made.bytes_per_token(COMPLETIONS) == BYTES_PER_TOKEN
+
+
+def test_what_is_ahead() -> None:
+    made = rules()
+    assert made.began_here(100) == 0
+    assert made.began_here(50) == 100
+    made.ended_here(100)
+    assert made.weigh(1000, 0, 77)[0].local_ahead == 50
+    assert made.weigh(1000, 0, 77)[0].prefill_ahead == 77
+    made.ended_here(50)
+    assert made.local_ahead == 0
