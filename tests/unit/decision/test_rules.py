@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sidecar.decision.cost import Costs
-from sidecar.decision.rules import Rules
+from sidecar.decision.rules import FIRST_IDS, Rules
 from sidecar.decision.shape import BYTES_PER_TOKEN
 from sidecar.decision.signals import STALE_AFTER_S, Load, Signals, parse_load
 from sidecar.exchange.apis import CHAT, COMPLETIONS, GENERATE, Api
@@ -67,12 +67,14 @@ class Index:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str | None, str | None]] = []
+        self.lengths: list[int] = []
         self.known = True
 
     def cached_tokens(
         self, token_ids: Sequence[int], *, lora_name: str | None = None, cache_salt: str | None = None
     ) -> int | None:
         self.asked.append((lora_name, cache_salt))
+        self.lengths.append(len(token_ids))
         return len(token_ids) * 2 // 3 if self.known else None
 
 
@@ -98,7 +100,7 @@ def test_the_index_is_asked_with_what_tells_prompts_apart(
 ) -> None:
     index = Index()
     assert rules(index).cached_tokens(api, fields(json.dumps(body).encode())) == 20
-    assert index.asked == [asked]
+    assert index.asked == [asked] * 2, "its beginning, then all of it"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,24 @@ def test_what_the_engine_will_refuse_is_not_looked_up(body: dict[str, Any]) -> N
     index = Index()
     assert rules(index).cached_tokens(COMPLETIONS, fields(json.dumps(body).encode())) == 0
     assert not index.asked
+
+
+@pytest.mark.parametrize("count", [1, FIRST_IDS - 1, FIRST_IDS, FIRST_IDS + 1, 5000])
+def test_a_new_prompt_is_not_read_to_its_end(count: int) -> None:
+    index = Index()
+    index.known = False
+    members = fields(json.dumps({"prompt": list(range(count))}).encode())
+    assert rules(index).cached_tokens(COMPLETIONS, members) == 0
+    assert len(index.asked) == 1
+    assert index.lengths == [min(count, FIRST_IDS)]
+    index.known = True
+    assert rules(index).cached_tokens(COMPLETIONS, members) == count * 2 // 3
+    assert index.lengths[-1] == count or count == 1
+
+
+def test_what_is_broken_behind_its_beginning_is_the_engines_to_refuse() -> None:
+    prompt = [*range(FIRST_IDS), "x"]
+    assert rules(Index()).cached_tokens(COMPLETIONS, fields(json.dumps({"prompt": prompt}).encode())) == 0
 
 
 def test_unknown_is_not_cached() -> None:
