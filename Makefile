@@ -4,7 +4,7 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python
 VENV   := .venv
 PY     := $(VENV)/bin/python
 
-.PHONY: demo test test-fast lint format bench lock docs clean
+.PHONY: demo test test-fast chart-test lint format bench lock docs clean
 
 demo: $(VENV)/.ready
 	@$(PY) -m e2e.demo
@@ -14,6 +14,9 @@ test: lint
 
 test-fast: lint
 	@$(PY) -m tests.run fast
+
+chart-test: $(VENV)/.ready
+	@$(PY) -m tests.run chart
 
 lint: $(VENV)/.ready
 	@$(VENV)/bin/ruff check .

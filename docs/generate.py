@@ -1,9 +1,11 @@
 """Writes the generated parts of the documentation: `make docs`. A test compares them with what is committed."""
 
+import json
 import re
 import sys
 from pathlib import Path
 
+from docs import dashboard, values_schema
 from sidecar import config
 from sidecar.admin.metrics import Counter, Gauge, Histogram
 from sidecar.admin.observer import Observer
@@ -13,6 +15,7 @@ from sidecar.prefill.address import AllowList
 from sidecar.prefill.endpoints import Endpoints
 
 ROOT = Path(__file__).resolve().parent.parent
+CHART = ROOT / "charts" / "pd-sidecar"
 
 
 def metrics_table() -> str:
@@ -43,6 +46,8 @@ def outputs() -> dict[Path, str]:
     return {
         ROOT / "docs" / "failures.md": failures.markdown(),
         readme: with_tables(readme.read_text(encoding="utf-8")),
+        CHART / "files" / "dashboard.json": json.dumps(dashboard.dashboard(), indent=1) + "\n",
+        CHART / "values.schema.json": json.dumps(values_schema.schema(), indent=2) + "\n",
     }
 
 

@@ -1,4 +1,4 @@
-"""Runs the tests, kind by kind, and says how many of each kind there were: `python -m tests.run fast|all`.
+"""Runs the tests, kind by kind, and says how many of each kind there were: `python -m tests.run fast|chart|all`.
 
 Each kind gets a pytest process of its own: a crash in one cannot take the results of the others along. The last
 line is the sum over all of them. The exit code is 0 only if every kind ran, held tests, and none of them failed.
@@ -13,7 +13,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 FAST = {"unit": "tests/unit", "integration": "tests/integration"}
-KINDS = {"fast": FAST, "all": {**FAST, "end-to-end": "e2e"}}
+CHART = {"chart": "tests/chart"}
+KINDS = {"fast": FAST, "chart": CHART, "all": {**FAST, **CHART, "end-to-end": "e2e"}}
 ROOT = Path(__file__).parent.parent
 
 

@@ -1,0 +1,87 @@
+{{/* Names, labels and values of the sidecar's settings. Knows nothing of pods. */}}
+
+{{- define "pd-sidecar.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* At most 53 characters, so that every suffix of ours still fits into a name. */}}
+{{- define "pd-sidecar.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 53 | trimSuffix "-" }}
+{{- else }}
+{{- $name := include "pd-sidecar.name" . }}
+{{- if contains $name .Release.Name }}{{ .Release.Name | trunc 53 | trimSuffix "-" }}
+{{- else }}{{ printf "%s-%s" .Release.Name $name | trunc 53 | trimSuffix "-" }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "pd-sidecar.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/name: {{ include "pd-sidecar.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* (list root role): what selects the pods of a role. Immutable in a Deployment: labels of llm-d stay out of it. */}}
+{{- define "pd-sidecar.selector" -}}
+{{- $root := index . 0 }}{{ $role := index . 1 }}
+{{- with (index $root.Values $role).selectorLabels }}
+{{- toYaml . }}
+{{- else -}}
+app.kubernetes.io/name: {{ include "pd-sidecar.name" $root }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ $role }}
+{{- end }}
+{{- end }}
+
+{{/* (list root role): llm-d's labels, on which EPPs and InferencePools select. */}}
+{{- define "pd-sidecar.llm-d-labels" -}}
+{{- $root := index . 0 }}{{ $role := index . 1 -}}
+llm-d.ai/inference-serving: "true"
+llm-d.ai/role: {{ $role }}
+llm-d.ai/engine-type: {{ $root.Values.engineType | quote }}
+{{- with $root.Values.model.label | default $root.Values.model.name }}
+llm-d.ai/model: {{ regexReplaceAll "[^A-Za-z0-9._-]+" . "-" | trunc 63 | trimAll "-._" | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "pd-sidecar.image" -}}
+{{- $image := index . 0 }}{{ $default := index . 1 }}{{ $where := index . 2 }}
+{{- $repository := required (printf "%s.repository is needed: the registry and name of the image" $where) $image.repository }}
+{{- if $image.digest }}{{ printf "%s@%s" $repository $image.digest }}
+{{- else }}{{ printf "%s:%s" $repository (toString (default $default $image.tag)) }}{{ end }}
+{{- end }}
+
+{{/* A value as the command line spells it. YAML reads on and off as truth values and large integers as floats. */}}
+{{- define "pd-sidecar.spelled" -}}
+{{- if kindIs "bool" . }}{{ ternary "on" "off" . }}
+{{- else if and (kindIs "float64" .) (eq . (floor .)) }}{{ printf "%.0f" . }}
+{{- else }}{{ . }}{{ end }}
+{{- end }}
+
+{{- define "pd-sidecar.disagg" -}}
+{{- include "pd-sidecar.spelled" .Values.disagg }}
+{{- end }}
+
+{{/* Which kind of container the sidecar is: native or container. */}}
+{{- define "pd-sidecar.mode" -}}
+{{- $knows := semverCompare ">=1.29.0-0" .Capabilities.KubeVersion.Version }}
+{{- if eq .Values.sidecar.mode "auto" }}{{ ternary "native" "container" $knows }}
+{{- else if and (eq .Values.sidecar.mode "native") (not $knows) }}
+{{- fail (printf "sidecar.mode native needs Kubernetes 1.29, this is %s: set sidecar.mode=container" .Capabilities.KubeVersion.Version) }}
+{{- else }}{{ .Values.sidecar.mode }}{{ end }}
+{{- end }}
+
+{{/* "yes" if the sidecar asks the Kubernetes API for its prefill pods. */}}
+{{- define "pd-sidecar.reads-api" -}}
+{{- if eq (toString (default "none" (get .Values.sidecar.settings "discovery"))) "kubernetes" }}yes{{ end }}
+{{- end }}
+
+{{- define "pd-sidecar.service-account" -}}
+{{- if .Values.serviceAccount.create }}{{ default (include "pd-sidecar.fullname" .) .Values.serviceAccount.name }}
+{{- else }}{{ default "default" .Values.serviceAccount.name }}{{ end }}
+{{- end }}

@@ -1,0 +1,109 @@
+{{/*
+The sidecar's container and what its pod needs for it. Another chart that depends on this one, with decode.enabled
+and prefill.enabled off, puts it into a pod of its own:
+
+  initContainers:
+    - {{- include "pd-sidecar.container" (index .Subcharts "pd-sidecar") | nindent 6 }}
+  volumes:
+    {{- include "pd-sidecar.volumes" (index .Subcharts "pd-sidecar") | nindent 4 }}
+*/}}
+
+{{- define "pd-sidecar.args" -}}
+- serve
+- --config=/etc/pd-sidecar/sidecar.yaml
+{{- range $name, $value := .Values.sidecar.settings }}
+{{- if kindIs "slice" $value }}
+{{- range $value }}
+- {{ printf "--%s=%s" $name (include "pd-sidecar.spelled" .) | quote }}
+{{- end }}
+{{- else if not (kindIs "invalid" $value) }}
+- {{ printf "--%s=%s" $name (include "pd-sidecar.spelled" $value) | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* POD_IP comes first: the others refer to it. */}}
+{{- define "pd-sidecar.pod-address" -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: VLLM_NIXL_SIDE_CHANNEL_HOST
+  value: $(POD_IP)
+- name: VLLM_NIXL_SIDE_CHANNEL_PORT
+  value: {{ .Values.sidecar.settings | dig "prefill-side-channel-port" 5600 | int | quote }}
+{{- end }}
+
+{{- define "pd-sidecar.container" -}}
+{{- $settings := .Values.sidecar.settings }}
+{{- $mode := include "pd-sidecar.mode" . }}
+{{- $port := int (default 8000 (get $settings "port")) -}}
+name: {{ .Values.sidecar.name }}
+image: {{ include "pd-sidecar.image" (list .Values.sidecar.image .Chart.AppVersion "sidecar.image") }}
+imagePullPolicy: {{ .Values.sidecar.image.pullPolicy }}
+{{- if eq $mode "native" }}
+restartPolicy: Always
+{{- end }}
+args:
+  {{- include "pd-sidecar.args" . | nindent 2 }}
+ports:
+  {{- range $rank := until (int (default 1 (get $settings "data-parallel-size"))) }}
+  - name: {{ if $rank }}http-{{ $rank }}{{ else }}http{{ end }}
+    containerPort: {{ add $port $rank }}
+  {{- end }}
+  - name: sidecar-admin
+    containerPort: {{ int (default 9090 (get $settings "metrics-port")) }}
+env:
+  {{- include "pd-sidecar.pod-address" . | nindent 2 }}
+  - name: POD_NAMESPACE
+    valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+  {{- with .Values.sidecar.env }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+startupProbe:
+  httpGet: {path: /startupz, port: sidecar-admin}
+  {{- toYaml .Values.sidecar.startupProbe | nindent 2 }}
+readinessProbe:
+  httpGet: {path: /readyz, port: sidecar-admin}
+  {{- toYaml .Values.sidecar.readinessProbe | nindent 2 }}
+livenessProbe:
+  httpGet: {path: /livez, port: sidecar-admin}
+  {{- toYaml .Values.sidecar.livenessProbe | nindent 2 }}
+{{- if and (eq $mode "container") .Values.decode.preStopSeconds }}
+lifecycle:
+  preStop:
+    {{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}
+    sleep: {seconds: {{ int .Values.decode.preStopSeconds }}}
+    {{- else }}
+    exec: {command: [python, -c, "import time; time.sleep({{ int .Values.decode.preStopSeconds }})"]}
+    {{- end }}
+{{- end }}
+resources:
+  {{- toYaml .Values.sidecar.resources | nindent 2 }}
+securityContext:
+  {{- toYaml .Values.sidecar.securityContext | nindent 2 }}
+volumeMounts:
+  - name: pd-sidecar-config
+    mountPath: /etc/pd-sidecar
+    readOnly: true
+  {{- if include "pd-sidecar.reads-api" . }}
+  - name: pd-sidecar-token
+    mountPath: /var/run/secrets/kubernetes.io/serviceaccount
+    readOnly: true
+  {{- end }}
+  {{- with .Values.sidecar.volumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{/* The folder is mounted, not the file: a file mounted by subPath would never change. */}}
+{{- define "pd-sidecar.volumes" -}}
+- name: pd-sidecar-config
+  configMap: {name: {{ include "pd-sidecar.fullname" . }}-switch}
+{{- if include "pd-sidecar.reads-api" . }}
+- name: pd-sidecar-token
+  projected:
+    sources:
+      - serviceAccountToken: {path: token, expirationSeconds: 3607}
+      - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+      - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+{{- end }}
+{{- end }}

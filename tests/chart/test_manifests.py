@@ -1,0 +1,114 @@
+"""Every values file, rendered by both Helms for old and new clusters: valid to Kubernetes, and to the sidecar."""
+
+import subprocess
+import sys
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from sidecar import config
+from tests.chart.custom_resources import SCHEMAS
+from tests.chart.render import (
+    CHART,
+    HELMS,
+    KUBERNETES,
+    LAST_WITHOUT_NATIVE,
+    NEWEST,
+    OLDEST,
+    ROOT,
+    VALUES,
+    helm,
+    rendered,
+    sidecars,
+    unknown_settings,
+    validated,
+    values_file,
+)
+
+VERSIONS = (OLDEST, LAST_WITHOUT_NATIVE, "1.29", KUBERNETES, NEWEST)
+
+
+def test_there_are_values_files() -> None:
+    assert {"minimal", "gpu-rdma", "data-parallel", "plain-container", "sidecar-only", "discovery"} <= set(VALUES)
+
+
+@pytest.mark.parametrize("kube", VERSIONS)
+@pytest.mark.parametrize("values", VALUES)
+def test_kubernetes_accepts(values: str, kube: str) -> None:
+    documents = rendered(values, kube=kube)
+    names = [(document["kind"], document["metadata"]["name"]) for document in documents]
+    assert len(set(names)) == len(names)
+    for document in documents:
+        if schema := SCHEMAS.get(document["kind"]):
+            jsonschema.Draft7Validator(schema).validate(document)
+            validated["custom resources with schemas of our own (jsonschema)"] += 1
+        else:
+            kubernetes_validate.validate(document, kube, strict=True)
+            validated["objects with kubernetes-validate, strict"] += 1
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_both_helms_render_the_same(values: str) -> None:
+    assert rendered(values, "helm3") == rendered(values, "helm4")
+    validated["values files rendered alike by Helm 3 and Helm 4"] += 1
+
+
+@pytest.mark.parametrize("name", HELMS)
+@pytest.mark.parametrize("values", VALUES)
+def test_lint(values: str, name: str) -> None:
+    if unknown := unknown_settings(yaml.safe_load(values_file(values).read_text())):
+        pytest.skip(f"serve has no --{', --'.join(sorted(unknown))} yet")
+    done = helm(name, "lint", "--strict", str(CHART), "--values", str(values_file(values)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    validated[f"values files with {name} lint --strict"] += 1
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_the_sidecar_accepts_its_arguments(values: str, tmp_path: object) -> None:
+    unknown = unknown_settings(yaml.safe_load(values_file(values).read_text()))
+    documents = rendered(values)
+    switch = next(one for one in documents if one["kind"] == "ConfigMap" and "sidecar.yaml" in one["data"])
+    file = f"{tmp_path}/sidecar.yaml"
+    with open(file, "w") as opened:
+        opened.write(switch["data"]["sidecar.yaml"])
+    for container in sidecars(documents):
+        arguments = [
+            argument.replace("--config=/etc/pd-sidecar/sidecar.yaml", f"--config={file}")
+            for argument in container["args"][1:]
+            if argument.split("=")[0].removeprefix("--") not in unknown
+        ]
+        assert f"--config={file}" in arguments
+        done = subprocess.run(
+            [sys.executable, "-m", "sidecar", "check-config", *arguments],
+            cwd=ROOT,
+            env={},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        effective = yaml.safe_load(done.stdout)
+        for argument in arguments:
+            name, _, value = argument.removeprefix("--").partition("=")
+            if name != "config":
+                assert value in (str(effective[name]), *map(str, _listed(effective[name]))), argument
+        validated["argument lists of sidecars with check-config"] += 1
+    if values != "sidecar-only":
+        assert len(sidecars(documents)) == 1
+
+
+def _listed(value: object) -> list[object]:
+    """What a value may also be written as: one of a list, or a float without its fraction."""
+    if isinstance(value, float):
+        return [f"{value:g}"]
+    return value if isinstance(value, list) else []
+
+
+def test_defaults_are_those_of_the_settings() -> None:
+    """Where the chart spells a default out, it is the one that `serve` has. JSON logs are the one exception."""
+    settings = yaml.safe_load((CHART / "values.yaml").read_text())["sidecar"]["settings"]
+    defaults = {field.name: field.default for field in config.FIELDS}
+    assert settings.pop("log-format") == "json"
+    assert settings == {name: defaults[name] for name in settings}
