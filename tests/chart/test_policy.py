@@ -1,0 +1,139 @@
+"""Who may reach whom with networkPolicy.enabled, as Kubernetes defines it: a small evaluator and a table."""
+
+import ipaddress
+from typing import Any
+
+import pytest
+
+from tests.chart.render import container, one, pod_spec, rendered, template, values_file
+
+Policy = dict[str, Any]
+Pod = tuple[str, dict[str, str]]
+"""Namespace and labels."""
+
+
+def _matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    return wanted.items() <= labels.items()
+
+
+def _peer(peer: dict[str, Any], labels: dict[str, str], namespace: str) -> bool:
+    if "ipBlock" in peer:
+        network = ipaddress.ip_network(peer["ipBlock"]["cidr"])
+        return "ip" in labels and ipaddress.ip_address(labels["ip"]) in network
+    if "namespaceSelector" in peer:
+        inside = _matches(peer["namespaceSelector"], {"kubernetes.io/metadata.name": namespace})
+    else:
+        inside = namespace == "space"
+    return inside and _matches(peer.get("podSelector", {}), labels)
+
+
+def _port(rule: dict[str, Any], protocol: str, number: int) -> bool:
+    return not rule.get("ports") or any(
+        port["protocol"] == protocol and port["port"] <= number <= port.get("endPort", port["port"])
+        for port in rule["ports"]
+    )
+
+
+def _direction(policy: Policy, way: str, peers: str, other: Pod, port: tuple[str, int]) -> bool:
+    return any(
+        _port(rule, *port) and (peers not in rule or any(_peer(peer, other[1], other[0]) for peer in rule[peers]))
+        for rule in policy["spec"][way]
+    )
+
+
+def allowed(documents: list[dict[str, Any]], source: Pod, target: Pod, port: Any) -> bool:
+    """Whether a connection from one pod (namespace, labels) to another is admitted. Pods that no policy selects may
+    do anything."""
+    protocol, number = port if isinstance(port, tuple) else ("TCP", port)
+    for policy in (each for each in documents if each["kind"] == "NetworkPolicy"):
+        selector = policy["spec"]["podSelector"]
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+        leaves = source[0] == "space" and _matches(selector, source[1])
+        if leaves and not _direction(policy, "egress", "to", target, (protocol, number)):
+            return False
+        enters = target[0] == "space" and _matches(selector, target[1])
+        if enters and not _direction(policy, "ingress", "from", source, (protocol, number)):
+            return False
+    return True
+
+
+def _pod(values: str, role: str) -> Pod:
+    labels: dict[str, str] = one(rendered(values), "Deployment", role)["spec"]["template"]["metadata"]["labels"]
+    return "space", labels
+
+
+STRANGER = ("space", {"app": "neighbour"})
+PROMETHEUS = ("monitoring", {"app": "prometheus"})
+GATEWAY = ("gateway", {"app": "envoy"})
+DNS = ("kube-system", {"k8s-app": "kube-dns"})
+API_SERVER = ("outside", {"ip": "10.96.0.1"})
+MODEL_HUB = ("outside", {"ip": "203.0.113.7"})
+EPP = ("space", {"app": "epp"})
+
+TABLE = [
+    ("gpu-rdma", "decode", "prefill", 8000, True),
+    ("gpu-rdma", "decode", "prefill", 5600, True),
+    ("gpu-rdma", "decode", "prefill", 20000, True),
+    ("gpu-rdma", "decode", "prefill", 20999, True),
+    ("gpu-rdma", "decode", "prefill", 21000, False),
+    ("gpu-rdma", "decode", "prefill", 5601, False),
+    ("gpu-rdma", "decode", "prefill", 22, False),
+    ("gpu-rdma", "decode", STRANGER, 8000, False),
+    ("gpu-rdma", "decode", "decode", 9090, False),
+    ("gpu-rdma", "decode", DNS, ("UDP", 53), True),
+    ("gpu-rdma", "decode", DNS, 443, False),
+    ("gpu-rdma", "decode", MODEL_HUB, 443, True),  # extraEgress of these values
+    ("gpu-rdma", "decode", MODEL_HUB, 80, False),
+    ("gpu-rdma", "prefill", MODEL_HUB, 443, False),
+    ("gpu-rdma", STRANGER, "prefill", 8000, False),
+    ("gpu-rdma", STRANGER, "prefill", 5600, False),
+    ("gpu-rdma", STRANGER, "prefill", 20500, False),
+    ("gpu-rdma", EPP, "prefill", 8000, True),
+    ("gpu-rdma", EPP, "prefill", 5600, False),
+    ("gpu-rdma", PROMETHEUS, "prefill", 8000, True),
+    ("gpu-rdma", PROMETHEUS, "prefill", 5600, False),
+    ("gpu-rdma", "prefill", "decode", 20500, True),
+    ("gpu-rdma", "prefill", "decode", 8000, False),
+    ("gpu-rdma", "prefill", "decode", 9090, False),
+    ("gpu-rdma", "prefill", STRANGER, 80, False),
+    ("gpu-rdma", GATEWAY, "decode", 8000, True),
+    ("gpu-rdma", GATEWAY, "decode", 9090, False),
+    ("gpu-rdma", GATEWAY, "decode", 8200, False),
+    ("gpu-rdma", STRANGER, "decode", 8000, False),
+    ("gpu-rdma", STRANGER, "decode", 9090, False),  # PUT /disagg
+    ("gpu-rdma", PROMETHEUS, "decode", 9090, True),
+    ("gpu-rdma", PROMETHEUS, "decode", 8200, True),
+    ("data-parallel", "decode", "prefill", 8001, True),
+    ("data-parallel", "decode", "prefill", 5701, True),
+    ("data-parallel", "decode", "prefill", 5702, False),
+    ("data-parallel", "decode", "prefill", 8002, False),
+    ("data-parallel", "decode", API_SERVER, 443, False),
+    ("data-parallel", STRANGER, "decode", 8003, True),  # no clients named: anyone
+    ("data-parallel", STRANGER, "decode", 8004, False),
+    ("discovery", "decode", API_SERVER, 443, True),
+    ("discovery", "decode", API_SERVER, 22, False),
+    ("discovery", "prefill", API_SERVER, 443, False),
+    ("minimal", STRANGER, "prefill", 22, True),  # opt-in
+]
+
+
+@pytest.mark.parametrize(("values", "source", "target", "port", "expected"), TABLE)
+def test_table(values: str, source: Any, target: Any, port: Any, expected: bool) -> None:
+    ends = [_pod(values, end) if isinstance(end, str) else end for end in (source, target)]
+    assert allowed(rendered(values), ends[0], ends[1], port) is expected
+
+
+def test_engines_keep_to_the_ports_that_the_policy_opens() -> None:
+    for role in ("decode", "prefill"):
+        engine = container(pod_spec(one(rendered("gpu-rdma"), "Deployment", role)), "vllm")
+        assert {"name": "UCX_TCP_PORT_RANGE", "value": "20000-20999"} in engine["env"]
+        engine = container(pod_spec(one(rendered("minimal"), "Deployment", role)), "vllm")
+        assert "UCX_TCP_PORT_RANGE" not in [variable["name"] for variable in engine["env"]]
+
+
+def test_discovery_without_a_way_to_the_api_server_is_refused() -> None:
+    values = ["--values", str(values_file("discovery")), "--set-json", "networkPolicy.apiServer=[]"]
+    done = template(*values, "--skip-schema-validation")
+    assert done.returncode != 0
+    assert "networkPolicy.apiServer is needed" in done.stderr
