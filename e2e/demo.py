@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 from e2e.engines import HOST, Engine, Rig, RigError, bindable, free_ports
 from e2e.install import InstallError, engine_python, say
 from e2e.models import REPOSITORY, ModelError, model_path
+from e2e.prompts import make_prompt
 from e2e.zygote import die_with_parent
 
 MODEL = "smollm2"
@@ -40,16 +40,6 @@ REQUEST_TIMEOUT_SECONDS = 180.0
 READY_TIMEOUT_SECONDS = 60.0
 # vLLM counts a prompt's tokens when its first token is out; the counter may come a little later than the answer.
 COUNTERS_TIMEOUT_SECONDS = 5.0
-
-PEOPLE = ("harbour master", "pilot", "clerk", "lighthouse keeper", "sailmaker", "ferryman", "widow", "smith")
-DEEDS = (
-    "counted the boats at first light and wrote the number into a book with a green cover",
-    "went out in a small boat, read the wind on the water and brought the ship past both sandbanks",
-    "said that the tide would be late, and that whoever did not believe it might ask the gulls",
-    "lent three coils of rope to a stranger and never heard of the rope or of the stranger again",
-    "painted the door blue because the barrel of blue paint had come ashore and belonged to nobody",
-    "kept a lamp in the window all winter, although the road had been closed since the flood",
-)
 
 
 class DemoError(RuntimeError):
@@ -164,15 +154,6 @@ def _wait_until_ready(sidecar: Sidecar) -> None:
 
 
 # --- prompts and answers ----------------------------------------------------------------------------------
-
-
-def make_prompt(sentences: int, number: int) -> str:
-    """A prompt that no engine has seen: the number comes first, so no block of it is in a prefix cache."""
-    draw = random.Random(number)
-    story = [f"On day {day} the {draw.choice(PEOPLE)} {draw.choice(DEEDS)}." for day in range(1, sentences + 1)]
-    if not story:
-        return f"{number} is my lucky number. What is the capital of France?"
-    return f"Story {number}. {' '.join(story)} Say in one sentence what this story is about."
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from e2e.bench import machine, report
+from e2e import machine
+from e2e.bench import report
 from e2e.bench.cases import CASES, TARGETS
-from e2e.bench.install import WHEELS, cache_folder, install
+from e2e.bench.install import cache_folder, install, versions
 from e2e.bench.measure import Bench, Pace, Result, run_case
 from e2e.bench.plots import all_plots
 from e2e.bench.profiling import profile
@@ -114,9 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
                 return profile(
                     bench, case, flags.profile, peers, (flags.proxy or ["sidecar"])[0], flags.seconds or 5
                 )
-            described = machine.describe(
-                peers.binaries, WHEELS, proxy_core, rig_core, flags.python or sys.executable
-            )
+            described = machine.describe(versions(peers), flags.python or sys.executable)
+            described |= {"proxy_core": proxy_core, "rig_core": rig_core}
             started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
             names = bench.start_all([*names, "baseline"] if flags.baseline else names)
             absent |= bench.failed

@@ -109,3 +109,16 @@ def install(names: list[str]) -> Peers:
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             peers.absent[name] = str(error)
     return peers
+
+
+def versions(peers: Peers) -> dict[str, str]:
+    """What is there, by name."""
+    return {
+        name: _nginx_version(binary) if name == "nginx" else WHEELS[name].split("==")[1]
+        for name, binary in peers.binaries.items()
+    }
+
+
+def _nginx_version(binary: Path) -> str:
+    told = subprocess.run([binary, "-v"], capture_output=True, text=True, check=False)
+    return (told.stderr or told.stdout).strip().removeprefix("nginx version: ")

@@ -11,7 +11,7 @@ import dataclasses
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ import msgspec
 from e2e.bench import payloads
 from e2e.bench.proxies import SPECS, NotReadyError, Proxy, Spec, free_port
 from e2e.bench.rig import Rig, Sample, build
+from e2e.rounds import turns
 from tests.engine import nixl
 
 if TYPE_CHECKING:
@@ -263,18 +264,11 @@ def _record(result: Result, name: str, sample: Sample, bench: Bench) -> dict[str
     return record
 
 
-def _turns(names: list[str], rounds: int) -> Iterator[list[str]]:
-    for number in range(rounds):
-        at = number % len(names)
-        order = names[at:] + names[:at]
-        yield order[::-1] if number % 2 else order
-
-
 def run_case(bench: Bench, case: Case, names: list[str], pace: Pace, say: Callable[[str], None]) -> Result:
     """All rounds of a case. A proxy that can't do it has its reason in `failed`; nothing is dropped silently."""
     result = Result(case)
     rounds = pace.memory_rounds if case.kind == "memory" else pace.rounds
-    for number, order in enumerate(_turns(names if case.kind == "memory" else [DIRECT, *names], rounds)):
+    for number, order in enumerate(turns(names if case.kind == "memory" else [DIRECT, *names], rounds)):
         say(f"{case.name}, round {number + 1} of {rounds}")
         samples: dict[str, dict[str, Any]] = {}
         for name in order:

@@ -278,7 +278,9 @@ class Proxy:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=spec.folder,
-                env={**os.environ, **spec.environment},
+                # What is set in this shell for a sidecar of the user's is not meant for this one.
+                env={name: text for name, text in os.environ.items() if not name.startswith("PD_SIDECAR_")}
+                | spec.environment,
                 start_new_session=True,
                 # Set before the start: runtimes size their thread pools by it.
                 preexec_fn=lambda: pin(core, priority),

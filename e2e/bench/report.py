@@ -5,13 +5,13 @@ It must not know how anything was measured. Nothing is left out: a proxy that fa
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass
 from typing import Any
 
+from e2e import machine
 from e2e.bench.cases import TARGETS, Case, Target
 from e2e.bench.measure import DIRECT, Result
 from e2e.bench.proxies import SPECS
+from e2e.rounds import Spread, or_dash, spread, table
 
 Round = dict[str, dict[str, Any]]
 _REFERENCES = ("vllm-router", "nginx", "baseline")
@@ -21,7 +21,7 @@ _INTRODUCTION = """# Benchmark
 Written by `make bench`; do not edit. Taken {started}, revision {revision}, {mode} mode: {rounds} alternating rounds
 of {window_s:g} s each, niceness {niceness}.
 
-{cpu}, {cores}, {memory_gb} GB, Linux {kernel}, {libc}, Python {python}.
+{machine}
 The proxy had core {proxy_core}, stub engines and load core {rig_core}; load average at the start {load:.1f}.
 {versions}.
 
@@ -32,24 +32,6 @@ to the decode stub alone: they are the limit, not competitors. Added latency is 
 proxy less the median of calling the same stubs directly on one connection; with many connections in a closed
 loop it is mostly queueing, the inverse of throughput.
 """
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, least and greatest of the rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    def text(self, digits: int = 1) -> str:
-        """`12.3 (11.0 to 14.9)`."""
-        return f"{self.median:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
-
-
-def spread(values: list[float]) -> Spread | None:
-    """None of nothing."""
-    return Spread(statistics.median(values), min(values), max(values)) if values else None
 
 
 def value(case: Case, samples: Round, name: str, metric: str) -> float | None:
@@ -122,15 +104,6 @@ _WORDS = {
 }
 
 
-def _or_dash(found: Spread | None, digits: int = 1) -> str:
-    return found.text(digits) if found else "-"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return lines + ["| " + " | ".join(row) + " |" for row in rows] + [""]
-
-
 def _remarks(result: Result, name: str) -> str:
     notes = []
     if name in result.failed:
@@ -160,10 +133,10 @@ def _work_rows(result: Result, names: list[str], unit: str) -> tuple[list[str], 
     rows = [
         [
             name,
-            _or_dash(series(result, name, "cpu_us")),
-            *(_or_dash(ratio(result, name, other, "cpu_us"), 2) for other in references),
-            _or_dash(series(result, name, "per_second"), 0),
-            *(_or_dash(series(result, name, f"added_{at}_us"), 0) for at in ("p50", "p90", "p99")),
+            or_dash(series(result, name, "cpu_us")),
+            *(or_dash(ratio(result, name, other, "cpu_us"), 2) for other in references),
+            or_dash(series(result, name, "per_second"), 0),
+            *(or_dash(series(result, name, f"added_{at}_us"), 0) for at in ("p50", "p90", "p99")),
             _remarks(result, name),
         ]
         for name in names
@@ -179,11 +152,11 @@ def _memory_rows(result: Result, names: list[str]) -> tuple[list[str], list[list
     rows = [
         [
             name,
-            _or_dash(series(result, name, "rss_before_mb")),
-            _or_dash(series(result, name, "rss_mb")),
-            *(_or_dash(ratio(result, name, other, "rss_mb"), 2) for other in references),
-            _or_dash(series(result, name, "peak_mb")),
-            _or_dash(series(result, name, "peak_bodies"), 2) if big else "-",
+            or_dash(series(result, name, "rss_before_mb")),
+            or_dash(series(result, name, "rss_mb")),
+            *(or_dash(ratio(result, name, other, "rss_mb"), 2) for other in references),
+            or_dash(series(result, name, "peak_mb")),
+            or_dash(series(result, name, "peak_bodies"), 2) if big else "-",
             _remarks(result, name),
         ]
         for name in names
@@ -192,24 +165,20 @@ def _memory_rows(result: Result, names: list[str]) -> tuple[list[str], list[list
 
 
 def markdown(
-    machine: dict[str, Any], settings: dict[str, Any], results: dict[str, Result], absent: dict[str, str]
+    described: dict[str, Any], settings: dict[str, Any], results: dict[str, Result], absent: dict[str, str]
 ) -> str:
     """The whole report."""
     names = settings["proxies"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    cores = f"{machine['cores']} cores{' (virtual)' if machine['virtual'] else ''}"
     lines = [
         _INTRODUCTION.format(
             **settings,
-            **{key: machine[key] for key in ("cpu", "kernel", "libc", "python", "memory_gb", "revision")},
-            proxy_core=machine["proxy_core"],
-            rig_core=machine["rig_core"],
-            load=machine["load_average_at_start"],
-            cores=cores,
-            versions=versions,
+            **{key: described[key] for key in ("revision", "proxy_core", "rig_core")},
+            load=described["load_average_at_start"],
+            machine=machine.sentence(described),
+            versions=machine.versions(described),
         )
     ]
-    lines += _table(
+    lines += table(
         ["proxy", "messages per request", "how it is run"],
         [[name, "3" if SPECS[name].legs == 2 else "1", SPECS[name].remark] for name in names],
     )
@@ -230,13 +199,13 @@ def markdown(
                 "-" if told["met"] is None else "met" if told["met"] else "**not met**",
             ]
         )
-    lines += _table(["stage", "what", "target", "measured", ""], rows)
+    lines += table(["stage", "what", "target", "measured", ""], rows)
     for result in results.values():
         lines += [f"## {result.case.title}", "", f"`--case {result.case.name}`", ""]
         if result.case.kind == "memory":
-            lines += _table(*_memory_rows(result, names))
+            lines += table(*_memory_rows(result, names))
         else:
-            lines += _table(*_work_rows(result, names, "chunk" if result.case.kind == "stream" else "request"))
-            p50, p99 = (_or_dash(series(result, DIRECT, metric)) for metric in ("p50_us", "p99_us"))
+            lines += table(*_work_rows(result, names, "chunk" if result.case.kind == "stream" else "request"))
+            p50, p99 = (or_dash(series(result, DIRECT, metric)) for metric in ("p50_us", "p99_us"))
             lines += [f"Directly: p50 {p50} µs, p99 {p99} µs.", ""]
     return "\n".join(lines)

@@ -24,7 +24,7 @@ def _first(path: str, key: str) -> str:
 
 def _revision() -> str:
     """The commit measured, with a plus where the work tree differs from it in what is measured."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[1]
     try:
         git = ["git", "-C", str(root)]
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
@@ -37,11 +37,6 @@ def _revision() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
-
-
-def _nginx_version(binary: Path) -> str:
-    told = subprocess.run([binary, "-v"], capture_output=True, text=True, check=False)
-    return (told.stderr or told.stdout).strip().removeprefix("nginx version: ")
 
 
 _ASK_BUILD = (
@@ -57,25 +52,19 @@ def _python(interpreter: str) -> str:
     return told.stdout.strip() or "unknown"
 
 
-def describe(
-    peers: dict[str, Path], wheels: dict[str, str], proxy_core: int, rig_core: int, interpreter: str
-) -> dict[str, Any]:
-    """CPU, kernel, memory, load and every version that has a part in the numbers."""
-    versions = {}
+def describe(versions: dict[str, str], interpreter: str) -> dict[str, Any]:
+    """CPU, kernel, memory, load, the project's packages and `versions` of what else has a part in the numbers."""
+    found = {}
     for name in _PACKAGES:
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = "absent"
-    for name, binary in peers.items():
-        versions[name] = _nginx_version(binary) if name == "nginx" else wheels[name].split("==")[1]
+            found[name] = "absent"
     memory_kb = _first("/proc/meminfo", "MemTotal").split()[0]
     return {
         "cpu": _first("/proc/cpuinfo", "model name"),
         "cpu_mhz": _first("/proc/cpuinfo", "cpu MHz"),
         "cores": os.cpu_count(),
-        "proxy_core": proxy_core,
-        "rig_core": rig_core,
         "memory_gb": round(int(memory_kb) / 1e6, 1) if memory_kb.isdigit() else None,
         "virtual": "hypervisor" in _first("/proc/cpuinfo", "flags").split(),
         "kernel": platform.release(),
@@ -83,5 +72,19 @@ def describe(
         "python": _python(interpreter),
         "load_average_at_start": os.getloadavg()[0],
         "revision": _revision(),
-        "versions": versions,
+        "versions": found | versions,
     }
+
+
+def sentence(machine: dict[str, Any]) -> str:
+    """The machine in a line of a report."""
+    cores = f"{machine['cores']} cores{' (virtual)' if machine['virtual'] else ''}"
+    return (
+        f"{machine['cpu']}, {cores}, {machine['memory_gb']} GB, Linux {machine['kernel']}, {machine['libc']}, "
+        f"Python {machine['python']}."
+    )
+
+
+def versions(machine: dict[str, Any]) -> str:
+    """Names and versions in a line of a report."""
+    return ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
