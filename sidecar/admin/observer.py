@@ -216,12 +216,9 @@ class Observer:
             self.prefill_time.observe((), times.prefill_done - times.prefill_sent)
         if not times.first_byte or status != 200:
             return
-        ttft = times.first_byte - times.complete
-        self.ttft.observe((what,), ttft)
-        decode = times.first_byte - times.decode_sent
-        self.decode_time.observe((), decode)
-        prefill = times.prefill_done - times.prefill_sent if times.prefill_done else 0.0
-        self.overhead.observe((), max(0.0, ttft - decode - prefill))
+        self.ttft.observe((what,), times.first_byte - times.complete)
+        self.decode_time.observe((), times.first_byte - times.decode_sent)
+        self.overhead.observe((), _overhead_s(times))
 
     def _compare(self, exchange: Exchange, status: int, times: Times) -> None:
         """Predicted against actual, where a stream's first byte tells when the prompt was through."""
@@ -271,6 +268,12 @@ class Observer:
                 )
 
 
+def _overhead_s(times: Times) -> float:
+    """The time to the first byte that no engine took; of failed prefill attempts, theirs too."""
+    prefill = times.prefill_done - times.prefill_sent if times.prefill_done else 0.0
+    return max(0.0, times.decode_sent - times.complete - prefill)
+
+
 def _decision_record(
     at: float, api: str, exchange: Exchange, status: int, times: Times, request_id: bytes, client_left: bool
 ) -> dict[str, Any]:
@@ -305,6 +308,9 @@ def _decision_record(
         record["prefill_seconds"] = round(times.prefill_done - times.prefill_sent, 6)
     if times.first_byte:
         record["ttft_seconds"] = round(times.first_byte - times.complete, 6)
+    if times.first_byte and times.decode_sent:
+        record["decode_first_byte_seconds"] = round(times.first_byte - times.decode_sent, 6)
+        record["overhead_seconds"] = round(_overhead_s(times), 6)
     if exchange.faults:
         record["faults"] = [
             {"reason": fault.row.reason, "prefill": fault.endpoint, "detail": fault.detail}

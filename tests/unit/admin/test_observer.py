@@ -111,6 +111,7 @@ def test_remote_request(world: Watched) -> None:
     assert record["prefill"] == "10.0.0.5:8000"
     assert record["handoffs"] == ["used"]
     assert (record["prefill_seconds"], record["ttft_seconds"], record["seconds"]) == (1.5, 3.0, 8.0)
+    assert (record["decode_first_byte_seconds"], record["overhead_seconds"]) == (0.5, 1.0)
 
 
 def test_times_are_of_good_answers_only(world: Watched) -> None:
@@ -205,8 +206,9 @@ def test_decisions_are_the_last_ones_newest_first(world: Watched) -> None:
 
 def test_decisions_hold_what_happened(world: Watched) -> None:
     play = world.remote() >> start << Prefill(world.a) >> fault("refused", "gone") << Prefill(world.b)
-    world.end(play >> prefilled(400, b"secret prompt") << Relay, 400)
+    world.end(play >> prefilled(400, b"secret prompt") << Relay, 400, first_byte=4.0)
     [record] = world.observer.decisions()
+    assert not {"decode_first_byte_seconds", "overhead_seconds"} & record.keys()  # decode was not asked
     assert record["candidates"] == ["10.0.0.5:8000", "10.0.0.6:8000"]
     assert record["faults"] == [
         {"reason": "prefill_refused", "prefill": "10.0.0.5:8000", "detail": "gone"},
