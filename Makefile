@@ -4,7 +4,7 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python
 VENV   := .venv
 PY     := $(VENV)/bin/python
 
-.PHONY: demo test test-fast chart-test lint format bench lock docs clean
+.PHONY: demo test test-fast chart-test lint format bench latency lock docs clean
 
 demo: $(VENV)/.ready
 	@$(PY) -m e2e.demo
@@ -29,6 +29,9 @@ format: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	@$(PY) -m e2e.bench
+
+latency: $(VENV)/.ready
+	@$(PY) -m e2e.latency $(ARGS)
 
 docs: $(VENV)/.ready
 	@$(PY) -m docs.generate

@@ -1,0 +1,157 @@
+"""`make latency`: what to measure, from flags; where the results go. It must not know how anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import datetime
+import json
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from e2e import machine
+from e2e.bench.install import install, versions
+from e2e.bench.proxies import NotReadyError
+from e2e.engines import RigError
+from e2e.install import InstallError, cache_root
+from e2e.latency import report
+from e2e.latency.measure import DTYPE, ROUTER, Cores, Result, Stage, run_scenario
+from e2e.latency.scenarios import MODES, SCENARIOS
+from e2e.models import ModelError
+
+_DOCS = Path(__file__).parents[2] / "docs" / "latency"
+_ROUNDS, _QUICK_ROUNDS = 3, 3
+
+
+def _flags(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m e2e.latency", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few minutes: two scenarios, fewer ways")
+    parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="only this one (repeatable)")
+    parser.add_argument("--mode", action="append", choices=list(MODES), help="only this way (repeatable)")
+    parser.add_argument("--rounds", type=int, help=f"alternating rounds of each scenario (default {_ROUNDS})")
+    parser.add_argument("--model", default="smollm2", help="smollm2, tiny, or a folder")
+    parser.add_argument("--ttft-target-ms", type=float, default=8000, help="goodput: a TTFT is good up to this")
+    parser.add_argument(
+        "--itl-target-ms", type=float, default=250, help="goodput: a request's p99 gap is good up to this"
+    )
+    parser.add_argument("--sidecar-core", type=int, help="core of sidecar and router")
+    parser.add_argument("--driver-core", type=int, help="core of the load")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write the results into {_DOCS.relative_to(_DOCS.parents[1])}/"
+    )
+    parser.add_argument("--output", type=Path, help="folder for report, samples and plots (default: in the cache)")
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="JSON", help="measure nothing: report on these samples anew"
+    )
+    parser.add_argument("--list", action="store_true", help="list scenarios and ways")
+    return parser.parse_args(arguments)
+
+
+def _say(text: str) -> None:
+    print(f"latency: {text}", file=sys.stderr, flush=True)
+
+
+def _plan(flags: argparse.Namespace) -> dict[str, list[str]]:
+    """Ways by scenario."""
+    plan = {}
+    for name, scenario in SCENARIOS.items():
+        modes = scenario.quick_modes if flags.quick and not (flags.scenario or flags.mode) else scenario.modes
+        if flags.scenario and name not in flags.scenario:
+            continue
+        if chosen := [mode for mode in modes if not flags.mode or mode in flags.mode]:
+            plan[name] = chosen
+    return plan
+
+
+async def _measure(stage: Stage, plan: dict[str, list[str]], rounds: int) -> dict[str, Result]:
+    return {name: await run_scenario(stage, SCENARIOS[name], modes, rounds, _say) for name, modes in plan.items()}
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    """The document of a run. RuntimeError of any kind: it could not be run at all."""
+    plan = _plan(flags)
+    if not plan:
+        raise RigError("latency: no scenario has the ways that --mode names; see --list")
+    rounds = flags.rounds or (_QUICK_ROUNDS if flags.quick else _ROUNDS)
+    cores = Cores.chosen(sorted(os.sched_getaffinity(0)), flags.sidecar_core, flags.driver_core)
+    with_router = any(ROUTER in modes for modes in plan.values())
+    peers = install([ROUTER] if with_router else [])
+    described = machine.describe(versions(peers), sys.executable)
+    started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    with Stage(flags.model, cores, peers.binaries.get(ROUTER)) as stage:
+        described["versions"]["vllm"] = stage.decode.request("GET", "/version").json()["version"]
+        for mode, why in peers.absent.items():
+            stage.failed[mode] = why
+        results = asyncio.run(_measure(stage, plan, rounds))
+        absent = dict(stage.failed)
+    settings = {
+        "started": started,
+        "command": shlex.join(["python", "-m", "e2e.latency", *sys.argv[1:]]),
+        "rounds": rounds,
+        "layout": cores.text(),
+        "model": Path(flags.model).name,
+        "dtype": DTYPE,
+        "targets": {"ttft_ms": flags.ttft_target_ms, "itl_ms": flags.itl_target_ms},
+    }
+    return report.document(
+        described, settings, {name: dataclasses.asdict(result) for name, result in results.items()}, absent
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 unless it could not run at all: whether what must be shown holds is said in the report."""
+    flags = _flags(arguments)
+    if flags.list:
+        for name, scenario in SCENARIOS.items():
+            print(f"{name:14} {scenario.title}: {', '.join(scenario.modes)}")
+        for name, mode in MODES.items():
+            print(f"{name:14} {mode.title}")
+        return 0
+    folder = _DOCS if flags.write else flags.output or cache_root() / "latency"
+    try:
+        document = json.loads(flags.source.read_text()) if flags.source else measure(flags)
+    except (InstallError, ModelError, RigError, NotReadyError) as error:
+        _say(str(error))
+        return 1
+    except KeyboardInterrupt:  # everything that was started has been ended on the way here
+        return 130
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = report.plots(document)
+    text = report.markdown(document, list(drawn))
+    for file, svg in drawn.items():
+        (folder / file).write_text(svg)
+    (folder / "latency.md").write_text(text)
+    (folder / "latency.json").write_text(_compact(document))
+    print(text)
+    _say(f"report, samples and plots in {folder}")
+    return 0
+
+
+def _compact(document: dict[str, Any]) -> str:
+    """JSON with one line for each request: readable in a diff, and not a line for each token."""
+    requests: list[str] = []
+
+    def shortened(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "token_ms" in value:
+                requests.append(json.dumps(value, ensure_ascii=False))
+                return f"@@{len(requests) - 1}@@"
+            return {key: shortened(inner) for key, inner in value.items()}
+        return [shortened(inner) for inner in value] if isinstance(value, list) else value
+
+    text = json.dumps(shortened(document), indent=1, ensure_ascii=False)
+    for number, line in enumerate(requests):
+        text = text.replace(f'"@@{number}@@"', line, 1)
+    return text + "\n"
+
+
+if __name__ == "__main__":
+    # Ended like this, too, it ends what it started; a shell's `&` would have it ignore a Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())

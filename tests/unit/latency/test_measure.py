@@ -1,0 +1,146 @@
+"""What a run is made into: cores, parts of a TTFT, trouble; and the public generator's result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from e2e.engines import Metrics
+from e2e.latency import measure, public
+from e2e.latency.driver import Record, Run
+from e2e.latency.measure import Cores, Counted
+from e2e.latency.scenarios import MODES, SCENARIOS
+from e2e.rounds import turns
+
+REMOTE = "remote; prefill=127.0.0.1:8100"
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        ([0], Cores(0, 0, 0, 0)),
+        ([0, 1], Cores(prefill=0, decode=1, sidecar=1, driver=0)),
+        ([4, 5, 6], Cores(prefill=4, decode=5, sidecar=6, driver=6)),
+        ([0, 1, 2, 3], Cores(prefill=0, decode=2, sidecar=1, driver=3)),
+    ],
+)
+def test_who_is_on_which_core(cores: list[int], expected: Cores) -> None:
+    assert Cores.chosen(cores) == expected
+
+
+def test_cores_can_be_named_and_are_told() -> None:
+    assert Cores.chosen([0, 1], sidecar=0, driver=1).text() == (
+        "core 0: prefill engine, sidecar or router; core 1: decode engine, load"
+    )
+
+
+def counted(prefill: str = "", decode: str = "") -> Counted:
+    return Counted(Metrics(prefill), Metrics(decode))
+
+
+BEFORE = counted(
+    "vllm:request_queue_time_seconds_sum 1.0\nvllm:request_queue_time_seconds_count 4\n",
+    'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"} 100\n',
+)
+AFTER = counted(
+    "vllm:request_queue_time_seconds_sum 1.5\nvllm:request_queue_time_seconds_count 6\n"
+    'vllm:prompt_tokens_by_source_total{source="local_compute"} 2000\n',
+    'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"} 2100\n'
+    "vllm:nixl_xfer_time_seconds_sum 0.9\nvllm:nixl_xfer_time_seconds_count 3\n",
+)
+
+
+def records(*decisions: str, error: str = "") -> Run:
+    return Run(
+        [
+            Record("request", f"id-{number}", 0.5, 200, error, decision, 9, 2.0, [1.0, 1.5])
+            for number, decision in enumerate(decisions)
+        ],
+        3.0,
+    )
+
+
+def taken(mode: str, run: Run, decisions: dict[str, dict[str, Any]] | None = None) -> measure.Sample:
+    return measure._sample(MODES[mode], run, BEFORE, AFTER, decisions or {})
+
+
+def test_a_sample_holds_what_the_client_the_engines_and_the_sidecar_saw() -> None:
+    decisions = {
+        "id-0": {
+            "prefill_seconds": 0.2,
+            "decode_first_byte_seconds": 0.25,
+            "ttft_seconds": 0.4503,
+            "overhead_seconds": 0.0003,
+        }
+    }
+    sample = taken("remote", records(REMOTE), decisions)
+    assert not sample.trouble
+    assert sample.decode_tokens == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 2000}
+    assert sample.prefill_tokens == 2000
+    assert sample.parts_ms == {
+        "queue": 250,
+        "transfer": 300,
+        "ttft": 500,
+        "prefill_leg": 200,
+        "decode_leg": 250,
+        "sidecar": 0.3,
+    }
+    [request] = sample.requests
+    assert (request["ttft_ms"], request["e2e_ms"], request["token_ms"]) == (500, 1500, [1000, 1500])
+    assert request["sidecar_overhead_ms"] == 0.3
+
+
+def test_the_counters_of_a_killed_engine_say_nothing() -> None:
+    sample = taken("fallback", records(REMOTE, "recompute; reason=prefill_reset"))
+    assert (sample.prefill_tokens, sample.parts_ms, sample.trouble) == (0, {}, "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "run", "trouble"),
+    [
+        ("remote", records(REMOTE, "local; reason=short"), "decided 1 remote, 1 local with `--disagg on`"),
+        ("remote", records(REMOTE, error="status 503: busy"), "1 of 1 requests failed: status 503: busy"),
+        ("local", records("local", REMOTE), "decided 1 local, 1 remote with `--disagg off`"),
+        ("local", records("local"), "2000 tokens were pulled without disaggregation"),
+        ("direct", records(""), "2000 tokens were pulled without disaggregation"),
+        ("fallback", records(REMOTE), "the prefill engine was killed and nobody noticed"),
+        ("vllm-router", records(""), ""),
+        ("auto", records(REMOTE, "local; reason=short"), ""),
+    ],
+)
+def test_a_sample_that_does_not_show_what_it_should_says_so(mode: str, run: Run, trouble: str) -> None:
+    assert taken(mode, run).trouble == trouble
+
+
+def test_remote_without_kv_is_trouble() -> None:
+    sample = measure._sample(MODES["remote"], records(REMOTE), BEFORE, BEFORE, {})
+    assert sample.trouble == "no token was pulled: everything was computed twice"
+
+
+def test_rounds_turn() -> None:
+    assert list(turns(["a", "b", "c"], 3)) == [["a", "b", "c"], ["a", "c", "b"], ["c", "a", "b"]]
+
+
+def test_no_two_clients_of_a_scenario_share_a_prompt() -> None:
+    for scenario in SCENARIOS.values():
+        texts = [turn.text for client in scenario.clients(10_000) for turn in client.turns]
+        beginnings = [" ".join(text.split()[:2]) for text in texts]
+        assert len(set(beginnings)) == len(texts), scenario.name
+
+
+def test_the_public_generators_result_is_read() -> None:
+    result = {
+        "start_times": [50.0, 49.0],
+        "ttfts": [0.5, 0.0],
+        "itls": [[0.1, 0.2], []],
+        "errors": ["", "Traceback ...\nValueError: no"],
+        "input_lens": [7, 8],
+    }
+    run = public.read(result, "x-")
+    good, bad = run.records
+    assert (good.request_id, good.began_s, good.prompt_tokens) == ("x-0", 1.0, 7)
+    assert good.token_s == pytest.approx([1.5, 1.6, 1.8])
+    assert (good.ttft_s, good.e2e_s) == (pytest.approx(0.5), pytest.approx(0.8))
+    assert (bad.error, bad.token_s, bad.e2e_s) == ("ValueError: no", [], None)
+    assert run.window_s == pytest.approx(1.8)
