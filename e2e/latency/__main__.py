@@ -87,14 +87,17 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         described["versions"]["vllm"] = stage.decode.request("GET", "/version").json()["version"]
         for mode, why in peers.absent.items():
             stage.failed[mode] = why
+        tamed = bool(stage.decode.cores)
+        model = stage.rig.model_name
         results = asyncio.run(_measure(stage, plan, rounds))
         absent = dict(stage.failed)
     settings = {
         "started": started,
         "command": shlex.join(["python", "-m", "e2e.latency", *sys.argv[1:]]),
         "rounds": rounds,
-        "layout": cores.text(),
-        "model": Path(flags.model).name,
+        "layout": cores.text() if tamed else "a vLLM of its own, which is not pinned",
+        "model": model,
+        "tamed": tamed,
         "dtype": DTYPE,
         "targets": {"ttft_ms": flags.ttft_target_ms, "itl_ms": flags.itl_target_ms},
     }

@@ -15,15 +15,16 @@ _INTRODUCTION = """# Latency: what disaggregation buys, and what the sidecar cos
 
 Written by `{command}`; do not edit. Taken {started}, revision {revision}.
 
-{machine} {layout}. Load average at the start {load:.1f}.
-{versions}; model {model}, {dtype}; one prefill and one decode engine of vLLM with NIXL over TCP.
+{machine}
+On {layout}. Load average at the start {load:.1f}.
+{versions}; model {model}, {dtype}; one prefill and one decode engine of vLLM, KV moved by NIXL.
 
 Each number is the median of the rounds with the least and the greatest in brackets. Ways alternate within a round,
 and a ratio is taken within a round. TTFT is from the request to its first token, at the client; a gap is the time
 between one token and the next (ITL); a request is good (goodput) if its TTFT is at most {ttft_target:,.0f} ms and
 99 % of its gaps at most {itl_target:,.0f} ms.
-
-Two things to know before comparing these milliseconds with another machine's. There is no GPU: prefill and decode
+"""
+_RIG_NOTE = """Two things to know before comparing these milliseconds with another machine's. There is no GPU: prefill and decode
 compute on one core each, which is what makes the pauses long, and the ratios are the point. And there is no RDMA:
 the KV is copied by the same cores that compute, so that a remote TTFT holds a copying which a fabric would not.
 """
@@ -84,6 +85,7 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
             itl_target=targets.itl_ms,
         )
     ]
+    lines += [_RIG_NOTE] if settings["tamed"] else []
     lines += _verdicts(results, targets)
     lines += [line for file in plots for line in (f"![]({file})", "")]
     used = [name for name in MODES if any(name in _modes(result) for result in results.values())]

@@ -35,6 +35,7 @@ SETTINGS = {
     "layout": "core 0: prefill engine, load; core 1: decode engine, sidecar or router",
     "model": "smollm2",
     "dtype": "bfloat16",
+    "tamed": True,
     "targets": {"ttft_ms": 1000.0, "itl_ms": 200.0},
 }
 
