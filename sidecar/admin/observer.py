@@ -4,6 +4,7 @@ One place for all three, so that they cannot disagree. Nothing that a client sen
 which has a fixed alphabet; prompts and keys never do.
 """
 
+import asyncio
 import logging
 import platform
 import time
@@ -127,6 +128,7 @@ class Observer:
                 Gauge(
                     "inflight", "Open legs", ("leg",), lambda: [((leg,), n) for leg, n in self.in_flight.items()]
                 ),
+                Gauge("tasks", "asyncio tasks of the process", (), lambda: [((), _tasks())]),
                 Gauge("recompute_inflight", "Recomputes that hold budget", (), lambda: [((), budget.in_flight)]),
                 Gauge("breaker_state", "0 closed, 1 half open, 2 open", ("prefill",), self._read_breakers),
                 Gauge(
@@ -266,6 +268,14 @@ class Observer:
                 _log.error(
                     "remote prefills are paid for and bring no KV: check the prefill engines' --kv-transfer-config"
                 )
+
+
+def _tasks() -> int:
+    """Those of the loop that the scrape runs on, which is the only one; 0 outside of it."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
 
 
 def _overhead_s(times: Times) -> float:

@@ -1,5 +1,6 @@
 """What is counted, logged and remembered of a request: the same story three times."""
 
+import asyncio
 import json
 import logging
 
@@ -187,6 +188,19 @@ def test_legs_in_flight(world: Watched) -> None:
     for leg in ("prefill", "decode", "release"):
         world.observer.leg_ended(leg)
     assert set(world.metrics("inflight").values()) == {0}
+
+
+def test_tasks_are_those_of_the_loop(world: Watched) -> None:
+    async def scrape() -> dict[tuple[str, ...], float]:
+        others = [asyncio.create_task(asyncio.sleep(10)) for _ in range(2)]
+        try:
+            return world.metrics("tasks")
+        finally:
+            for task in others:
+                task.cancel()
+
+    assert asyncio.run(scrape()) == {(): 3}
+    assert world.metrics("tasks") == {(): 0}  # nobody's loop
 
 
 def test_decisions_are_the_last_ones_newest_first(world: Watched) -> None:
