@@ -114,3 +114,37 @@ def _frame(title: str, height: float) -> list[str]:
         f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
         f'<text x="12" y="22" font-size="15" font-weight="bold">{escape(title)}</text>',
     ]
+
+
+_CURVE = 110  # height of one curve, pixels
+
+
+def curves(title: str, lines: Sequence[tuple[str, list[tuple[float, float]]]], unit: str) -> str | None:
+    """One curve above the other, each (label, points) on its own scale from 0, over the same time."""
+    end = max((x for _, points in lines for x, _ in points), default=0.0)
+    if end <= 0:
+        return None
+    height = _TOP + (_CURVE + _GAP) * len(lines) + _BOTTOM
+    out = _frame(title, height)
+    bottom = height - _BOTTOM
+    step = next(step for step in (0.1, 0.5, 1, 5, 10, 30, 60, 600) if end / step <= 12 or step == 600)
+    for number in range(int(end / step) + 1):
+        at_x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * number * step / end
+        out.append(f'<path d="M{at_x:.1f} {_TOP}V{bottom}" stroke="#ddd"/>')
+        out.append(f'<text x="{at_x:.1f}" y="{bottom + 16}" text-anchor="middle">{number * step:g}</text>')
+    out.append(
+        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{height - 6}" text-anchor="middle">{escape(unit)}</text>'
+    )
+    for number, (label, points) in enumerate(lines):
+        top = _TOP + (_CURVE + _GAP) * number
+        most = max((y for _, y in points), default=0.0) * 1.1 or 1.0
+        path = " ".join(
+            f"{_LEFT + (_WIDTH - _LEFT - _RIGHT) * x / end:.1f},{top + _CURVE * (1 - y / most):.1f}"
+            for x, y in points
+        )
+        out.append(f'<text x="{_LEFT - 10}" y="{top + _CURVE / 2:.1f}" text-anchor="end">{escape(label)}</text>')
+        out.append(f'<text x="{_LEFT - 10}" y="{top + 10}" text-anchor="end" fill="#666">{most:,.3g}</text>')
+        out.append(f'<path d="M{_LEFT} {top + _CURVE}H{_WIDTH - _RIGHT}" stroke="#999"/>')
+        colour = _COLOURS[number % len(_COLOURS)]
+        out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+    return "\n".join([*out, "</svg>", ""])

@@ -24,9 +24,10 @@ and a ratio is taken within a round. TTFT is from the request to its first token
 between one token and the next (ITL); a request is good (goodput) if its TTFT is at most {ttft_target:,.0f} ms and
 99 % of its gaps at most {itl_target:,.0f} ms.
 """
-_RIG_NOTE = """Two things to know before comparing these milliseconds with another machine's. There is no GPU: prefill and decode
-compute on one core each, which is what makes the pauses long, and the ratios are the point. And there is no RDMA:
-the KV is copied by the same cores that compute, so that a remote TTFT holds a copying which a fabric would not.
+_RIG_NOTE = """Two things to know before comparing these milliseconds with another machine's. There is no GPU:
+prefill and decode compute on one core each, which is what makes the pauses long, and the ratios are the point.
+And there is no RDMA: the KV is copied by the same cores that compute, so that a remote TTFT holds a copying which
+a fabric would not.
 """
 _LOAD = {True: "the load of `vllm bench serve`", False: "our own load"}
 _PARTS = (

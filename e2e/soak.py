@@ -1,0 +1,299 @@
+"""`make soak`: a sidecar between simulated engines, in a storm of faults at full rate for as long as one likes.
+
+Memory, descriptors, tasks and gauges are looked at every few seconds; a line is fitted to each; and at rest, before
+and after the storm, the same must be open. It must not know which faults there are (tests/integration/storm.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from e2e import machine
+from e2e.plots import curves
+from e2e.rounds import table
+from tests.engine import Engine
+from tests.integration.sidecar import Sidecar
+from tests.integration.storm import DECODE_FAULTS, PREFILL_FAULTS, Storm, add_faults, calm, chaos, flags, start
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "soak.md"
+PREFILL_ENGINES = 4
+REST_TIMEOUT_S = 30.0
+"""Idle engine connections are kept for 4 s, and a prefill engine that was away is asked again within seconds."""
+# What a measure is called in the report, and the most that its line may rise in an hour.
+MEASURES = {"rss_mib": ("RSS, MiB", 1.0), "descriptors": ("descriptors", 1.0), "tasks": ("tasks", 1.0)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at the sidecar."""
+
+    at_s: float
+    """Since the storm began."""
+    sent: int
+    """Requests so far."""
+    rss_mib: float
+    descriptors: int
+    threads: int
+    tasks: int
+    inflight: int
+    """The sum of the gauges that read 0 at rest."""
+
+
+@dataclass
+class Soaked:
+    """What came of it."""
+
+    seconds: float
+    seed: int
+    samples: list[Sample] = field(default_factory=list)
+    """In the storm, the warm-up not among them."""
+    before: Sample | None = None
+    after: Sample | None = None
+    """At rest."""
+    seen: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    """Answers that no row of the failure table allows, engines that died, connections that stayed."""
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of the line with the least squares; 0 where there is none."""
+    if len(points) < 2:
+        return 0.0
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+
+
+def slopes_per_hour(samples: Sequence[Sample]) -> dict[str, float]:
+    """How much each measure rises in an hour."""
+    return {name: slope([(sample.at_s / 3600, getattr(sample, name)) for sample in samples]) for name in MEASURES}
+
+
+def problems(soaked: Soaked) -> list[str]:
+    """What is not as it was before the storm; nothing of it depends on how fast anything went."""
+    found = list(soaked.wrong)
+    if soaked.before is None or soaked.after is None:
+        return [*found, "it did not come to rest"]
+    for name in ("descriptors", "threads", "tasks", "inflight"):
+        was, now = getattr(soaked.before, name), getattr(soaked.after, name)
+        if now > was:
+            found.append(f"{name}: {was} before, {now} after")
+    return found
+
+
+# ---------------------------------------------------------------- the storm
+
+
+async def soak(
+    seconds: float, warm_s: float, interval_s: float, seed: int, say: Callable[[str], None] = lambda _: None
+) -> Soaked:
+    """A warm-up storm, rest, the storm, rest. RuntimeError if the sidecar ends."""
+    soaked = Soaked(seconds, seed)
+    engines = [Engine(num_blocks=16384) for _ in range(1 + PREFILL_ENGINES)]
+    await start(engines)
+    sidecar = None
+    try:
+        sidecar = await asyncio.to_thread(partial(Sidecar, *flags(engines)))
+        say("warming up")
+        await _storm(sidecar, engines, warm_s, random.Random(seed).random(), soaked)
+        soaked.before = await _rest(sidecar, engines, soaked)
+        say(f"at rest: {soaked.before}")
+        watching = asyncio.create_task(_watch(sidecar, interval_s, soaked, say))
+        try:
+            await _storm(sidecar, engines, seconds, seed, soaked)
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+        soaked.after = await _rest(sidecar, engines, soaked)
+        say(f"at rest: {soaked.after}")
+    finally:
+        if sidecar is not None:
+            await asyncio.to_thread(sidecar.stop)
+        for engine in engines:
+            await engine.stop()
+    return soaked
+
+
+async def _storm(sidecar: Sidecar, engines: list[Engine], seconds: float, seed: float, soaked: Soaked) -> None:
+    decode, *prefills = engines
+    end = time.monotonic() + seconds
+
+    def goes_on() -> bool:
+        return time.monotonic() < end
+
+    for engine in engines:
+        engine.faults.clear()
+        add_faults(engine, DECODE_FAULTS if engine is decode else PREFILL_FAULTS)
+    storm = Storm(sidecar.port, engines, seed)
+    await asyncio.gather(storm.run(goes_on), chaos(decode, prefills, goes_on))
+    soaked.seen += storm.seen
+    soaked.wrong += storm.wrong
+    soaked.wrong += [f"an engine died: {engine.cause_of_death}" for engine in engines if not engine.alive]
+
+
+async def _watch(sidecar: Sidecar, interval_s: float, soaked: Soaked, say: Callable[[str], None]) -> None:
+    began = time.monotonic()
+    while True:
+        await asyncio.sleep(interval_s)
+        sample = await asyncio.to_thread(look, sidecar, time.monotonic() - began)
+        soaked.samples.append(sample)
+        say(str(sample))
+
+
+def look(sidecar: Sidecar, at_s: float) -> Sample:
+    """One sample."""
+    metrics = sidecar.metrics()
+    return Sample(
+        at_s=round(at_s, 1),
+        sent=int(metrics("requests_total")),
+        rss_mib=round(sidecar.rss_mib, 2),
+        descriptors=sidecar.open_descriptors,
+        threads=sidecar.threads,
+        tasks=int(metrics("tasks")),
+        inflight=int(metrics("inflight") + metrics("recompute_inflight")),
+    )
+
+
+async def _rest(sidecar: Sidecar, engines: list[Engine], soaked: Soaked) -> Sample:
+    """Once nothing runs and no connection but those to side channels is open; what is left by then is wrong."""
+    await calm(engines)
+    own = {sidecar.admin_port, *(engine.side_channel_port for engine in engines)}
+
+    def connections() -> list[Any]:
+        return [one for one in sidecar.descriptors().connections if not {one.local_port, one.remote_port} & own]
+
+    deadline = time.monotonic() + REST_TIMEOUT_S
+    best: Sample | None = None
+    while time.monotonic() < deadline:
+        await asyncio.sleep(0.5)
+        left = await asyncio.to_thread(connections)
+        sample = await asyncio.to_thread(look, sidecar, 0.0)
+        # A probe of a side channel comes and goes: the quietest of some looks counts.
+        if best is None or (sample.inflight, sample.descriptors, sample.tasks) < (
+            best.inflight,
+            best.descriptors,
+            best.tasks,
+        ):
+            best = sample
+        elif not left and not best.inflight:
+            return best
+    assert best is not None
+    soaked.wrong.append(f"not at rest after {REST_TIMEOUT_S:.0f} s: {left}, {best}")
+    return best
+
+
+# ---------------------------------------------------------------- the report
+
+
+def verdicts(soaked: Soaked) -> list[tuple[str, str, str, str]]:
+    """Measure, first and last values, slope, and a word."""
+    rows = []
+    quarter = max(1, len(soaked.samples) // 4)
+    for name, rise in slopes_per_hour(soaked.samples).items():
+        title, limit = MEASURES[name]
+        values = [getattr(sample, name) for sample in soaked.samples]
+        first, last = (sum(some) / len(some) for some in (values[:quarter], values[-quarter:]))
+        word = "flat" if rise < limit else "**RISES**"
+        rows.append((title, f"{first:,.1f} → {last:,.1f}", f"{rise:+,.2f} (limit {limit:g})", word))
+    return rows
+
+
+_INTRODUCTION = """# Soak
+
+Written by `python -m e2e.soak --minutes {minutes:g} --seed {seed} --write`; do not edit. Taken {started}, revision
+{revision}.
+
+{machine}
+
+{minutes:,.0f} minutes of a storm at full rate on simulated engines: {answers:,} answers, every sort of fault on
+both sides, engines frozen, killed and started again meanwhile.
+"""
+_GOOD = """Every answer was one that the failure table allows, whole ones had the right text, and what was open is
+closed.
+"""
+
+
+def markdown(soaked: Soaked, described: dict[str, Any], started: str) -> str:
+    """The report."""
+    found = problems(soaked)
+    lines = [
+        _INTRODUCTION.format(
+            minutes=soaked.seconds / 60,
+            seed=soaked.seed,
+            started=started,
+            revision=described["revision"],
+            machine=machine.sentence(described),
+            answers=sum(soaked.seen.values()),
+        ),
+        *table(
+            ["measure", "mean of the first and the last quarter", "slope per hour", ""],
+            [list(row) for row in verdicts(soaked)],
+        ),
+    ]
+    if soaked.before and soaked.after:
+        names = ("rss_mib", "descriptors", "threads", "tasks", "inflight")
+        rows = [[name, str(getattr(soaked.before, name)), str(getattr(soaked.after, name))] for name in names]
+        lines += table(["at rest", "before", "after"], rows)
+    lines += ["**Not as it should be:**", "", *(f"- {one}" for one in found), ""] if found else [_GOOD]
+    lines += ["![](soak.svg)", "", "What became of the requests:", ""]
+    return "\n".join([*lines, *table(["answer", "times"], [[k, f"{v:,}"] for k, v in soaked.seen.most_common()])])
+
+
+def plot(soaked: Soaked) -> str | None:
+    """The curves."""
+    titles = {name: title for name, (title, _) in MEASURES.items()} | {"inflight": "legs in flight"}
+    return curves(
+        "A sidecar in a storm of faults",
+        [(title, [(s.at_s / 60, getattr(s, name)) for s in soaked.samples]) for name, title in titles.items()],
+        "minutes",
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 if everything returned to where it was and every curve is flat."""
+    parser = argparse.ArgumentParser(prog="python -m e2e.soak", description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=60.0, help="length of the storm")
+    parser.add_argument("--warm-minutes", type=float, help="of the storm before it (default: a tenth)")
+    parser.add_argument("--interval", type=float, default=5.0, help="seconds between two looks")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="write docs/soak.md, .json and .svg")
+    options = parser.parse_args(arguments)
+    warm = options.minutes / 10 if options.warm_minutes is None else options.warm_minutes
+    described = machine.describe({}, sys.executable)
+    started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+    def say(text: str) -> None:
+        print(f"soak: {text}", file=sys.stderr, flush=True)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        soaked = runner.run(soak(options.minutes * 60, warm * 60, options.interval, options.seed, say))
+    text = markdown(soaked, described, started)
+    print(text)
+    if options.write:
+        DOCUMENT.write_text(text)
+        DOCUMENT.with_suffix(".json").write_text(json.dumps({"machine": described, **asdict(soaked)}) + "\n")
+        if svg := plot(soaked):
+            DOCUMENT.with_suffix(".svg").write_text(svg)
+    flat = all(row[-1] == "flat" for row in verdicts(soaked))
+    return int(not flat or bool(problems(soaked)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
