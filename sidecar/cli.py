@@ -17,7 +17,7 @@ import uvloop
 import yaml
 from aiohttp import web
 
-from sidecar import __version__, config, log
+from sidecar import __version__, compat, config, log
 from sidecar.admin.app import application
 from sidecar.admin.health import Health
 from sidecar.admin.observer import Observer
@@ -64,19 +64,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("-h", "--help", action="help", help="show this text")
         config.add_flags(command)
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
+        argv.insert(0, "serve")  # as the image that this one replaces is started
     if not argv or argv[0] not in commands.choices or {"-h", "--help"} & set(argv[1:]):
         parser.parse_args(argv)
-    command_name, flags = argv[0], argv[1:]
+    command_name = argv[0]
+    flags, notes = compat.translated(argv[1:])
     try:
         settings, path = config.load(flags)
     except config.BadSettings as error:
         for mistake in error.mistakes:
             print(f"pd-sidecar: {mistake}", file=sys.stderr)  # noqa: T201
         return 2
+    notes += config.doubts(settings)
     if command_name == "check-config":
+        for note in notes:
+            print(f"pd-sidecar: warning: {note}", file=sys.stderr)  # noqa: T201
         sys.stdout.write(yaml.safe_dump(config.shown(settings), sort_keys=False))
         return 0
     log.configure(settings.log_format, settings.log_level)
+    for note in notes:
+        _log.warning("%s", note)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, path, flags))
 

@@ -350,6 +350,16 @@ def _conflicts(settings: Settings) -> list[str]:
     return mistakes
 
 
+def doubts(settings: Settings) -> list[str]:
+    """What is possible and hardly meant, one line each."""
+    if settings.disagg == "off" or not CONNECTORS[settings.kv_connector].splits:
+        return []
+    if settings.prefill or settings.prefill_allow:
+        return []
+    why = "no prefill endpoint is allowed: x-prefiller-host-port gets 403 and all else stays local"
+    return [f"{why}; add --prefill-allow CIDR or --prefill HOST:PORT"]
+
+
 def shown(settings: Settings) -> dict[str, Any]:
     """The effective settings, secrets hidden."""
     values: dict[str, Any] = msgspec.to_builtins(settings)

@@ -88,7 +88,7 @@ def test_the_sidecar_accepts_its_arguments(values: str, tmp_path: object) -> Non
             text=True,
             check=False,
         )
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0, done.stderr
         effective = yaml.safe_load(done.stdout)
         for argument in arguments:
             name, _, value = argument.removeprefix("--").partition("=")

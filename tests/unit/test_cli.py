@@ -73,7 +73,6 @@ def test_mistakes_end_the_start(command: str) -> None:
         (["serve", "-h"], 0),
         (["--version"], 0),
         (["nonsense"], 2),
-        (["--port", "1"], 2),
     ],
 )
 def test_usage(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,3 +113,32 @@ def test_check_config_shows_no_secret(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(config, "SECRET", re.compile("prefill$"))
     assert main(["check-config", "--prefill", "hidden-host:1"]) == 0
     assert "hidden-host" not in capsys.readouterr().out
+
+
+MANIFEST = [
+    *(
+        "--port=8000",
+        "--vllm-port=8200",
+        "--connector=nixlv2",
+        "--enable-ssrf-protection=true",
+        "--metrics-port=9091",
+    ),
+    *("--data-parallel-size=1", "--prefill-max-retries=1"),
+]
+"""The arguments of a decode pod's routing proxy in an llm-d manifest, but for its log level."""
+
+
+def test_manifest_of_the_sidecar_that_this_one_replaces(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-config", *MANIFEST]) == 0
+    shown = capsys.readouterr()
+    effective = yaml.safe_load(shown.out)
+    assert (effective["model-server-port"], effective["prefill-attempts"]) == (8200, 2)
+    (warning,) = shown.err.splitlines()
+    assert "--prefill-allow" in warning, "the one line that has to be added"
+    assert main(["check-config", *MANIFEST, "--prefill-allow=10.0.0.0/8"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_command_it_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--port=eighty"]) == 2
+    assert "--port" in capsys.readouterr().err
