@@ -144,8 +144,13 @@ class Questions:
     """Prompts whose local text is asked for once. Each time they are asked a salt of its own makes them new to
     every cache, so the same few texts serve for any number of requests."""
 
-    def __init__(self, decode: Engine, tokens: int = 300, generate: int = TOKENS) -> None:
-        apis = (COMPLETIONS, CHAT, GENERATE, RESPONSES)
+    def __init__(
+        self,
+        decode: Engine,
+        tokens: int = 300,
+        generate: int = TOKENS,
+        apis: tuple[Api, ...] = (COMPLETIONS, CHAT, GENERATE, RESPONSES),
+    ) -> None:
         self._bodies = {api: request_body(api, prompt_for(api, tokens), generate) for api in apis}
         texts = together([partial(local_text, decode, api, body) for api, body in self._bodies.items()])
         self._texts: dict[Api, str] = dict(zip(apis, texts, strict=True))

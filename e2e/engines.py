@@ -390,6 +390,7 @@ class Rig:
     prog_thread          keep NIXL's busy progress thread: for all engines, or for one role. Tests that freeze
                          or expire an otherwise idle prefill engine need it
     kv_connector         the connector's name in vLLM, or None for engines without one
+    connector_config     its kv_connector_extra_config, beside what the rig sets
     extra_flags          for all; prefill_flags and decode_flags for one role; later ones override earlier
     extra_env            environment of all engines
     """
@@ -407,6 +408,7 @@ class Rig:
         load_failure_policy: Literal["recompute", "fail"] = "recompute",
         prog_thread: bool | Role = False,
         kv_connector: str | None = "NixlConnector",
+        connector_config: Mapping[str, Any] | None = None,
         extra_flags: Sequence[str] = (),
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
@@ -419,6 +421,7 @@ class Rig:
         self._lease_seconds = lease_seconds
         self._load_failure_policy = load_failure_policy
         self._kv_connector = kv_connector
+        self._connector_config = dict(connector_config or {})
         self._flags = {"prefill": [*extra_flags, *prefill_flags], "decode": [*extra_flags, *decode_flags]}
         self._env = dict(extra_env or {})
         self._counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
@@ -527,7 +530,7 @@ class Rig:
         if size:
             args += ["--kv-cache-memory-bytes", str(size)]
         if self._kv_connector:
-            extra: dict[str, Any] = {}
+            extra: dict[str, Any] = dict(self._connector_config)
             if self._lease_seconds is not None:
                 extra["kv_lease_duration"] = self._lease_seconds
             config: dict[str, Any] = {

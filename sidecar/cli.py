@@ -112,7 +112,7 @@ class Sidecar:
         self._background = Background()
         allow = AllowList(settings.prefill_allow)
         self._gate: Gate | None = None
-        if settings.nixl_relay == "on" and CONNECTORS[settings.kv_connector].splits:
+        if settings.nixl_relay == "on" and CONNECTORS[settings.kv_connector].hands_off:
             self._gate = Gate(self._background, settings.prefill_side_channel_port)
         self._channels: SideChannels | None = None
         self._warm_up: WarmUp | None = None

@@ -48,7 +48,10 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
         Literal["off", "on", "auto"],
         _m("off: pass through; on: remote whenever possible; auto: the decision rules choose. Hot-reloaded"),
     ] = "auto"
-    kv_connector: Annotated[str, _m("how the engines move KV: nixlv2 or none")] = "nixlv2"
+    kv_connector: Annotated[
+        str,
+        _m("how the engines move KV: nixlv2 (pull), nixl-push, a store of both (shared-storage, lmcache) or none"),
+    ] = "nixlv2"
     prefill: Annotated[list[str], _m("static prefill endpoint HOST:PORT (repeatable)")] = []
     prefill_allow: Annotated[
         list[str],

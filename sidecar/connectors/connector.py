@@ -111,8 +111,14 @@ class Connector:
     name: str
     splits: bool
     """False: no request is ever split."""
+    hands_off: bool
+    """A handoff crosses, from one engine to the other: there is a side channel to check, and blocks to count."""
+    releases: bool
+    """Blocks of a handoff that is not used can be given back before their lease ends."""
+    never: frozenset[str]
+    """APIs whose requests are not split, by name."""
     prefill_params: bytes
-    """JSON for `kv_transfer_params` of the prefill leg."""
+    """JSON for `kv_transfer_params` of the prefill leg; b"": none."""
     read: Callable[[PrefillAnswer, Source], "Handoff | Rejection"]
     """The handoff of a prefill answer, checked against where it came from. No I/O; at most microseconds."""
     fits: Callable[[Handoff, EngineFacts, int], Rejection | None]

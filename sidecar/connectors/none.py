@@ -10,6 +10,9 @@ def _read(_answer: PrefillAnswer, _source: Source) -> Handoff | Rejection:
 NONE = Connector(
     name="none",
     splits=False,
+    hands_off=False,
+    releases=False,
+    never=frozenset(),
     prefill_params=b"{}",
     read=_read,
     fits=lambda *_: None,

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from sidecar.connectors.connector import Connector
 from sidecar.decision.cost import Inputs, Verdict
 from sidecar.decision.rules import Rules
 from sidecar.decision.shape import exact_tokens, is_token_ids, keeps_local, prompt_bytes
@@ -69,7 +70,7 @@ def _unusable(candidates: Sequence[Endpoint], tokens: int, is_short: bool) -> De
 
 def decide(
     mode: Mode,
-    splits: bool,
+    connector: Connector,
     api: Api | None,
     members: Fields,
     header: list[bytes],
@@ -77,13 +78,13 @@ def decide(
     rules: Rules,
     block_size: int,
 ) -> Decision:
-    """Local, remote or refused. `splits` is whether the connector ever splits; `header` holds the values of
-    `x-prefiller-host-port`; `block_size` is the local engine's, 0 if unknown."""
-    if mode is Mode.OFF or not splits:
+    """Local, remote or refused. `header` holds the values of `x-prefiller-host-port`; `block_size` is the local
+    engine's, 0 if unknown."""
+    if mode is Mode.OFF or not connector.splits:
         return DISABLED
     if api is None:
         return PATH
-    if why := keeps_local(api, members):
+    if why := f"{api.name} with {connector.name}" if api.name in connector.never else keeps_local(api, members):
         return Decision(Kind.LOCAL, "shape", why)
     try:
         candidates = endpoints.candidates(header)
@@ -99,7 +100,7 @@ def decide(
     is_short = mode is Mode.AUTO and tokens < rules.min_remote_tokens
     if not endpoints.any_usable(candidates):
         return _unusable(candidates, tokens, is_short)
-    if not block_size and not any(endpoint.facts.block_size for endpoint in candidates):
+    if connector.hands_off and not block_size and not any(endpoint.facts.block_size for endpoint in candidates):
         # Every handoff would be refused as unverifiable, each prompt computed twice.
         why = "the block size is unknown: neither engine's /metrics tells it"
         return Decision(Kind.LOCAL, "no_usable_prefill", why, tokens, budgeted=not is_short)

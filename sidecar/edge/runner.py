@@ -98,7 +98,7 @@ class Runner:
             self._read()
             decision = decide(
                 service.live.mode,
-                service.connector.splits,
+                service.connector,
                 self._api,
                 self._members,
                 request.read.get(b"x-prefiller-host-port", []),

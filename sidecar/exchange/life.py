@@ -254,8 +254,8 @@ class Exchange:
         return Decode(result)
 
     def _release(self) -> None:
-        self._to_release, self.handoff = self.handoff, None
-        if self._to_release is not None:
+        if self.handoff is not None and self._connector.releases:
+            self._to_release, self.handoff = self.handoff, None
             self.handoff_outcomes.append("released")
 
     def take_release(self) -> Handoff | None:
@@ -290,7 +290,7 @@ class Exchange:
         scheduler has seen it does not free the blocks (vLLM 0.32: a pydantic 400, errors of inference/v1/generate).
         """
         spent, self._spent = self._spent, None
-        if spent is not None and 400 <= status < 500:
+        if spent is not None and self._connector.releases and 400 <= status < 500:
             self._to_release = spent
             self.handoff_outcomes[-1] = "released"
 

@@ -218,12 +218,13 @@ def _spelled(key: str) -> bytes:
 
 def prefill_body(api: Api, members: Fields, params: bytes) -> bytes:
     """The prefill leg's body: one token, no stream, one sample, nothing that could end it early; `params` is
-    the JSON that the connector puts into `kv_transfer_params`."""
+    the JSON that the connector puts into `kv_transfer_params`, b"" for none."""
+    own = {"kv_transfer_params": params} if params else {}
     if not api.sampling:
-        return _object(members, {**api.caps, "kv_transfer_params": params}, api.drop)
+        return _object(members, {**api.caps, **own}, api.drop)
     inner = members.get(api.sampling)
     capped = _object(fields(inner) if inner is not None else {}, api.caps, api.drop)
-    outer = {**api.outer_caps, api.sampling: capped, "kv_transfer_params": params}
+    outer = {**api.outer_caps, api.sampling: capped, **own}
     return _object(members, outer, api.outer_drop)
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from sidecar.connectors import CONNECTORS
 from sidecar.connectors.connector import EngineFacts
 from sidecar.decision.cost import Costs
 from sidecar.decision.guards import Decision, Kind, Mode, decide
 from sidecar.decision.rules import Rules
 from sidecar.decision.signals import Load
-from sidecar.exchange.apis import APIS, CHAT, COMPLETIONS, Api
+from sidecar.exchange.apis import APIS, CHAT, COMPLETIONS, RESPONSES, Api
 from sidecar.exchange.splice import fields
 from sidecar.prefill.address import Address, AllowList
 from sidecar.prefill.endpoints import Endpoint, Endpoints
@@ -36,7 +37,7 @@ class World:
         mode: Mode = Mode.AUTO,
         api: Api | None = COMPLETIONS,
         tokens: int = 1000,
-        splits: bool = True,
+        connector: str = "nixlv2",
         block_size: int = 16,
         **more: Any,
     ) -> Decision:
@@ -44,7 +45,9 @@ class World:
         if api is CHAT:
             body = {"messages": [], **more}
         members = fields(json.dumps(body))
-        return decide(mode, splits, api, members, list(header), self.endpoints, self.rules, block_size)
+        return decide(
+            mode, CONNECTORS[connector], api, members, list(header), self.endpoints, self.rules, block_size
+        )
 
     def open_all(self) -> None:
         for endpoint in self.endpoints:
@@ -69,7 +72,7 @@ def test_order(world: World) -> None:
     header = (FOREIGN,)
     assert outcome(world.decide(*header, **bad)) == ("local", "disabled")
     bad["mode"] = Mode.AUTO
-    assert outcome(world.decide(*header, splits=False, **bad)) == ("local", "disabled")
+    assert outcome(world.decide(*header, connector="none", **bad)) == ("local", "disabled")
     assert outcome(world.decide(*header, **bad)) == ("local", "path")
     bad["api"] = COMPLETIONS
     assert outcome(world.decide(*header, **bad)) == ("local", "shape")
@@ -91,7 +94,7 @@ def test_order(world: World) -> None:
 @pytest.mark.parametrize("header", [(), (LISTED,), (FOREIGN,), (b"nonsense",)])
 def test_disabled_whatever_the_header(world: World, header: tuple[bytes, ...]) -> None:
     assert outcome(world.decide(*header, mode=Mode.OFF)) == ("local", "disabled")
-    assert outcome(world.decide(*header, splits=False)) == ("local", "disabled")
+    assert outcome(world.decide(*header, connector="none")) == ("local", "disabled")
 
 
 @pytest.mark.parametrize("mode", [Mode.ON, Mode.AUTO])
@@ -192,8 +195,8 @@ def test_zero_means_every_prompt() -> None:
 @pytest.mark.parametrize("api", [None, *APIS.values()], ids=lambda api: api.name if api else "other")
 def test_every_combination_has_a_reason(mode: Mode, api: Api | None) -> None:
     prompts: dict[str, Any] = {"messages": [], "input": "x", "token_ids": [1] * 999, "sampling_params": {}}
-    for header, listed, splits in itertools.product([(), (ALLOWED,), (FOREIGN,)], [(), (LISTED,)], [True, False]):
-        decision = World(*listed).decide(*header, mode=mode, api=api, splits=splits, **prompts)
+    for header, listed, connector in itertools.product([(), (ALLOWED,), (FOREIGN,)], [(), (LISTED,)], CONNECTORS):
+        decision = World(*listed).decide(*header, mode=mode, api=api, connector=connector, **prompts)
         assert decision.reason
         assert (decision.kind is Kind.REMOTE) is bool(decision.candidates)
         if decision.kind is Kind.REMOTE:
@@ -270,3 +273,15 @@ def test_cost_rule_decides_and_is_explained(world: World) -> None:
         assert decision.verdict.static == "unfitted"
     assert first.candidates
     assert not second.candidates
+
+
+def test_requests_that_a_connector_cannot_split(world: World) -> None:
+    decision = world.decide(api=RESPONSES, connector="nixl-push", input="x" * 5000, prompt=None)
+    assert outcome(decision) == ("local", "shape")
+    assert "nixl-push" in decision.detail
+    assert world.decide(api=RESPONSES, input="x" * 5000, prompt=None).kind is Kind.REMOTE
+    assert world.decide(connector="nixl-push").kind is Kind.REMOTE
+
+
+def test_a_store_needs_no_block_size(world: World) -> None:
+    assert world.decide(connector="shared-storage", block_size=0).kind is Kind.REMOTE

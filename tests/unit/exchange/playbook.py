@@ -101,11 +101,13 @@ class World:
         max_concurrent: int = 4,
         max_tokens: int = 0,
         lease_s: float = 25.0,
+        connector: str = "nixlv2",
     ) -> None:
         self.clock = 1000.0
         self.recompute = recompute
         self.attempts = attempts
         self.lease_s = lease_s
+        self.connector = connector
         self.budget = Budget(max_concurrent, max_tokens)
         addresses = [Address(f"10.0.0.{n}", 8000) for n in (5, 6, 7)]
         self.endpoints = Endpoints(addresses, AllowList([]), lambda: self.clock)
@@ -122,7 +124,7 @@ class World:
     def exchange(self, decision: Decision) -> Exchange:
         return Exchange(
             decision,
-            connector=CONNECTORS["nixlv2"],
+            connector=CONNECTORS[self.connector],
             endpoints=self.endpoints,
             budget=self.budget,
             now=lambda: self.clock,

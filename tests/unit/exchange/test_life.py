@@ -687,3 +687,25 @@ def test_trial_that_is_over_does_not_end_the_next_one(world: World, verdict: str
     first.exchange.close()
     assert not world.a.breaker.admits(world.clock), "a third request is let in beside the trial"
     assert second >> left << CLOSE
+
+
+# -- other connectors ------------------------------------------------------------------------------------------
+
+
+def test_a_push_cannot_be_given_back() -> None:
+    """The engine would be asked for nothing: the lease ends it, and the count says so."""
+    world = World(connector="nixl-push")
+    body = answer(params(transfer_mode="push"))
+    play = world.remote() >> start << Prefill(world.a) >> prefilled(body=body) << Check >> checked() << Decode
+    assert play >> left << CLOSE
+    assert play.exchange.take_release() is None
+    play.exchange.close()
+    assert play.exchange.handoff_outcomes == ["stranded"]
+
+
+def test_with_a_store_nothing_is_attached_and_nothing_checked() -> None:
+    world = World(connector="shared-storage")
+    play = world.remote() >> start << Prefill(world.a) >> prefilled(body=answer(...)) << LOCAL
+    assert play >> connected << None >> sent << None >> decoded() << RELAY
+    assert play.exchange.summary() == "remote; prefill=10.0.0.5:8000"
+    assert world.sent == [None]

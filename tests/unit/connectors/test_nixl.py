@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sidecar.connectors import CONNECTORS
 from sidecar.connectors.connector import EngineFacts, Handoff, PrefillAnswer, PrefillUsage, Rejection, Source
-from sidecar.connectors.nixlv2 import MAX_GROUPS, NIXLV2
+from sidecar.connectors.nixl import MAX_GROUPS, NIXL_PUSH, NIXLV2
 from tests.unit.handoffs import BLOCK_SIZE, ENGINE_ID, HOST, answer, params
 
 decode_answer = msgspec.json.Decoder(PrefillAnswer).decode
@@ -445,8 +445,9 @@ def test_prefill_leg_carries_one_wish_and_nothing_that_leaks_blocks() -> None:
 
 
 def test_connectors_by_name() -> None:
-    assert set(CONNECTORS) == {"nixlv2", "none"}
+    assert set(CONNECTORS) == {"nixlv2", "nixl-push", "shared-storage", "lmcache", "none"}
     assert all(name == connector.name for name, connector in CONNECTORS.items())
+    assert {name for name, connector in CONNECTORS.items() if connector.hands_off} == {"nixlv2", "nixl-push"}
     assert CONNECTORS["nixlv2"].splits
     assert not CONNECTORS["none"].splits
 
@@ -456,3 +457,55 @@ def test_none_never_has_a_handoff() -> None:
     assert isinstance(none.read(decode_answer(answer()), SOURCE), Rejection)
     json.loads(none.prefill_params)
     assert none.decode_params(Handoff(b"{}", 1)) == b"{}"
+
+
+# -- push ------------------------------------------------------------------------------------------------------
+
+
+def pushed(**changes: Any) -> Handoff | Rejection:
+    return NIXL_PUSH.read(decode_answer(answer(params(**{"transfer_mode": "push", **changes}))), SOURCE)
+
+
+def test_push_passes_as_it_came() -> None:
+    handoff = pushed()
+    assert isinstance(handoff, Handoff)
+    assert NIXL_PUSH.decode_params(handoff) == handoff.params
+    assert json.loads(handoff.params)["transfer_mode"] == "push"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transfer_mode": "pull"},
+        {"transfer_mode": None},
+        {"transfer_mode": ...},
+        {"tp_size": ...},  # a KeyError in the decode engine, and its end
+        {"tp_size": 0},
+        {"remote_request_id": ...},
+        {"remote_engine_id": None},
+        {"remote_port": 0},
+    ],
+)
+def test_what_a_push_must_say(changes: dict[str, Any]) -> None:
+    result = pushed(**changes)
+    assert isinstance(result, Rejection)
+    assert result.fault == "invalid"
+
+
+def test_a_push_is_no_pull() -> None:
+    assert verdict(transfer_mode="push") == "invalid"
+
+
+# -- stores that both engines share ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["shared-storage", "lmcache"])
+def test_nothing_crosses_with_a_store(name: str) -> None:
+    store = CONNECTORS[name]
+    assert store.prefill_params == b""
+    handoff = store.read(decode_answer(b'{"usage":{"prompt_tokens":40}}'), SOURCE)
+    assert isinstance(handoff, Handoff)
+    assert handoff.empty
+    assert handoff.prompt_tokens == 40
+    for body in (b"{}", b'{"usage":{}}', b'{"usage":null}'):
+        assert isinstance(store.read(decode_answer(body), SOURCE), Rejection)

@@ -1,10 +1,12 @@
-"""NIXL pull: the decode engine reads the blocks that the prefill engine holds for it.
+"""NIXL, pull and push: the decode engine reads the blocks that the prefill engine holds for it, or is sent them.
 
 The schema is as strict as the engine is careless: vLLM 0.32 checks nothing of `kv_transfer_params`, and a
 missing key hangs the request, a wrong one kills the process or reads another prompt's blocks
-(kv_connector/v1/nixl/pull_scheduler.py, base_worker.py). Fields that the engine does not read pass untouched.
+(kv_connector/v1/nixl/pull_scheduler.py, push_scheduler.py, base_worker.py). What the engine does not read passes
+untouched, among them the block ids of a push: decode names its own.
 """
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -41,21 +43,39 @@ class _Params(msgspec.Struct, frozen=True):
     transfer_mode: str | None = None
 
 
-_decode = msgspec.json.Decoder(_Params).decode
+class _PushParams(_Params, frozen=True, kw_only=True):
+    tp_size: _Size
+    """Without it a push ends the decode engine."""
+    transfer_mode: str
 
 
-def _read(answer: PrefillAnswer, source: Source) -> Handoff | Rejection:
+_decode_pull = msgspec.json.Decoder(_Params).decode
+_decode_push = msgspec.json.Decoder(_PushParams).decode
+
+
+def _read_pull(answer: PrefillAnswer, source: Source) -> Handoff | Rejection:
+    return _read(answer, source, _decode_pull, "pull")
+
+
+def _read_push(answer: PrefillAnswer, source: Source) -> Handoff | Rejection:
+    return _read(answer, source, _decode_push, "push")
+
+
+def _read(
+    answer: PrefillAnswer, source: Source, decode: Callable[[msgspec.Raw], _Params], mode: str
+) -> Handoff | Rejection:
     raw = answer.kv_transfer_params
     if bytes(raw) in (b"", b"null"):
         return Rejection("missing", "no kv_transfer_params in the prefill answer")
     try:
-        params = _decode(raw)
+        params = decode(raw)
     except (msgspec.MsgspecError, RecursionError) as error:
         return Rejection("invalid", f"kv_transfer_params: {_without_values(error)}")
     if not params.do_remote_prefill or params.do_remote_decode:
         return Rejection("invalid", "kv_transfer_params: not a handoff for a decode engine")
-    if params.transfer_mode not in (None, "pull"):
-        return Rejection("invalid", "kv_transfer_params: transfer_mode is not pull; use --kv-connector nixl-push")
+    if params.transfer_mode not in (None, mode):
+        right = "nixl-push" if mode == "pull" else "nixlv2"
+        return Rejection("invalid", f"kv_transfer_params: transfer_mode is not {mode}; use --kv-connector {right}")
     if not _is_host_of(params.remote_host, source):
         return Rejection("wrong_host", f"remote_host is {params.remote_host!r}, the endpoint is {_known(source)}")
     prompt_tokens = answer.usage.total if answer.usage else 0
@@ -121,14 +141,32 @@ def _known(source: Source) -> str:
     return " or ".join(sorted(source.hosts))
 
 
+_PREFILL_PARAMS = (
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+
 NIXLV2 = Connector(
     name="nixlv2",
     splits=True,
-    prefill_params=(
-        b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
-        b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
-    ),
-    read=_read,
+    hands_off=True,
+    releases=True,
+    never=frozenset(),
+    prefill_params=_PREFILL_PARAMS,
+    read=_read_pull,
+    fits=_fits,
+    decode_params=lambda handoff: handoff.params,
+)
+
+NIXL_PUSH = Connector(
+    name="nixl-push",
+    splits=True,
+    hands_off=True,
+    releases=False,  # a refused request tells the prefill engine nothing (tried on vLLM 0.32)
+    # Prefill finds its decode by the request id, and here each engine makes one of its own: decode waits for ever.
+    never=frozenset({"responses"}),
+    prefill_params=_PREFILL_PARAMS,
+    read=_read_push,
     fits=_fits,
     decode_params=lambda handoff: handoff.params,
 )
