@@ -4,7 +4,7 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python
 VENV   := .venv
 PY     := $(VENV)/bin/python
 
-.PHONY: demo test test-fast chart-test lint format bench latency soak lock docs clean
+.PHONY: demo test test-fast chart-test image lint format bench latency soak lock docs clean
 
 demo: $(VENV)/.ready
 	@$(PY) -m e2e.demo
@@ -42,6 +42,17 @@ docs: $(VENV)/.ready
 lock: $(VENV)/.ready
 	@$(VENV)/bin/uv pip compile --quiet --universal --no-annotate --no-header --generate-hashes --python-version 3.11 pyproject.toml -o requirements.lock
 	@$(VENV)/bin/uv pip compile --quiet --universal --no-annotate --no-header --generate-hashes --python-version 3.11 pyproject.toml --group dev -o requirements-dev.lock
+
+# The image: BASE must hold the Python that IMAGE_PYTHON names. `make image BUILDER="buildah build --isolation chroot"`
+IMAGE_PYTHON  ?= 3.12
+IMAGE_MACHINE ?= x86_64
+BASE          ?= docker.io/library/python:$(IMAGE_PYTHON)-slim
+BUILDER       ?= docker build
+IMAGE         ?= pd-sidecar:$(shell sed -n 's/__version__ = "\(.*\)"/\1/p' sidecar/__init__.py)
+
+image: $(VENV)/.ready
+	@$(PY) -m image.tree --python $(IMAGE_PYTHON) --machine $(IMAGE_MACHINE)
+	@$(BUILDER) --file Containerfile --build-arg BASE=$(BASE) --build-arg VERSION=$(lastword $(subst :, ,$(IMAGE))) --tag $(IMAGE) .
 
 $(VENV)/.ready: requirements-dev.lock pyproject.toml
 	@echo "installing the tools into $(VENV)"

@@ -54,7 +54,7 @@ def test_plain_sidecar_drains_before_its_engine_ends() -> None:
     old = pod_spec(one(rendered("plain-container", kube="1.29"), "Deployment", "decode"))
     commands = {one["name"]: one["lifecycle"]["preStop"]["exec"]["command"] for one in old["containers"]}
     assert commands["vllm"] == ["sleep", "45"]
-    assert commands["routing-proxy"][0] == "python"  # the image has no shell and no sleep
+    assert commands["routing-proxy"][0] == "python3"  # the image has no shell and no sleep
 
 
 @pytest.mark.parametrize("values", VALUES)

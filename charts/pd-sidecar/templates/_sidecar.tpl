@@ -73,7 +73,7 @@ lifecycle:
     {{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}
     sleep: {seconds: {{ int .Values.decode.preStopSeconds }}}
     {{- else }}
-    exec: {command: [python, -c, "import time; time.sleep({{ int .Values.decode.preStopSeconds }})"]}
+    exec: {command: [python3, -c, "import time; time.sleep({{ int .Values.decode.preStopSeconds }})"]}
     {{- end }}
 {{- end }}
 resources:
