@@ -64,6 +64,35 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], 
         ),
     ),
     (
+        "What auto knows",
+        (
+            (
+                "timeseries",
+                "Time to first byte over its prediction, p50",
+                "none",
+                ((_quantile(0.5, "pd_sidecar_prediction_ratio", "decision"), "{{decision}}"),),
+            ),
+            (
+                "timeseries",
+                "Decisions without the cost rule",
+                "reqps",
+                ((_rate("pd_sidecar_static_decisions_total", "cause"), "{{cause}}"),),
+            ),
+            (
+                "timeseries",
+                "KV blocks that decode is known to hold",
+                "none",
+                ((f"sum by (pod) (pd_sidecar_prefix_index_blocks{{{SELECT}}})", "{{pod}}"),),
+            ),
+            (
+                "timeseries",
+                "KV events",
+                "reqps",
+                ((_rate("pd_sidecar_kv_events_total", "type"), "{{type}}"),),
+            ),
+        ),
+    ),
+    (
         "What fails",
         (
             (
@@ -153,9 +182,12 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], 
             ),
             (
                 "timeseries",
-                "Open legs",
+                "Open legs and tasks",
                 "none",
-                ((f"sum by (leg) (pd_sidecar_inflight{{{SELECT}}})", "{{leg}}"),),
+                (
+                    (f"sum by (leg) (pd_sidecar_inflight{{{SELECT}}})", "{{leg}}"),
+                    (f"sum (pd_sidecar_tasks{{{SELECT}}})", "tasks"),
+                ),
             ),
             (
                 "timeseries",

@@ -159,9 +159,32 @@ def test_model_label_is_a_label() -> None:
         assert label.replace("-", "").replace(".", "").isalnum()
 
 
+def _argument(container: Any, name: str) -> str | None:
+    return next((one.partition("=")[2] for one in container["args"] if one.startswith(f"--{name}=")), None)
+
+
+@pytest.mark.parametrize("on", ["on", True])
+def test_the_engine_publishes_where_the_sidecar_listens(on: Any) -> None:
+    values = {"sidecar.settings.kv-events": on, "sidecar.settings.kv-events-port": 6000}
+    documents = with_values(values | {"sidecar.settings.kv-events-replay-port": 6100})
+    engine = container(pod_spec(one(documents, "Deployment", "decode")), "vllm")
+    assert json.loads(_argument(engine, "kv-events-config") or "") == {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://127.0.0.1:6000",  # no wildcard: the engine connects, the sidecar binds
+        "replay_endpoint": "tcp://127.0.0.1:6100",
+    }
+    assert _argument(sidecars(documents)[0], "kv-events") == "on"
+    prefill = container(pod_spec(one(documents, "Deployment", "prefill")), "vllm")
+    assert _argument(prefill, "kv-events-config") is None
+    for off in ({}, {"sidecar.settings.kv-events": "off"}, {"sidecar.settings.kv-events": False}):
+        engine = container(pod_spec(one(with_values(off), "Deployment", "decode")), "vllm")
+        assert _argument(engine, "kv-events-config") is None
+
+
 def test_lease_of_engines_and_sidecar_is_one() -> None:
     documents = with_values({"sidecar.settings.kv-lease": 45})
     for role in ("decode", "prefill"):
         spec = pod_spec(one(documents, "Deployment", role))
-        argument = next(one for one in container(spec, "vllm")["args"] if one.startswith("--kv-transfer-config="))
-        assert json.loads(argument.partition("=")[2])["kv_connector_extra_config"]["kv_lease_duration"] == 45
+        argument = _argument(container(spec, "vllm"), "kv-transfer-config")
+        assert json.loads(argument or "")["kv_connector_extra_config"]["kv_lease_duration"] == 45

@@ -27,6 +27,18 @@ readers; and 15 s for processes to end. Less would cut streams with SIGKILL. */}
 {{- toJson $config }}
 {{- end }}
 
+{{/* What the decode engine has to say for --kv-events: it connects to the sidecar's loopback port, rank r to port + r,
+and nothing is exposed. */}}
+{{- define "pd-sidecar.kv-events-config" -}}
+{{- $settings := .Values.sidecar.settings }}
+{{- $config := dict "enable_kv_cache_events" true "publisher" "zmq" }}
+{{- $_ := set $config "endpoint" (printf "tcp://127.0.0.1:%d" ($settings | dig "kv-events-port" 5557 | int)) }}
+{{- with $settings | dig "kv-events-replay-port" 0 | int }}
+{{- $_ := set $config "replay_endpoint" (printf "tcp://127.0.0.1:%d" .) }}
+{{- end }}
+{{- toJson $config }}
+{{- end }}
+
 {{- define "pd-sidecar.engine" -}}
 {{- $root := .root }}{{ $values := index .root.Values .role }}{{ $engine := .root.Values.engine }}
 {{- $settings := .root.Values.sidecar.settings }}
@@ -36,8 +48,7 @@ readers; and 15 s for processes to end. Less would cut streams with SIGKILL. */}
 {{- $idle := $settings | dig "engine-idle-timeout" 4 | float64 }}
 {{- if le (float64 $engine.keepAliveSeconds) $idle }}
 {{- fail (printf "engine.keepAliveSeconds %v must be longer than sidecar.settings.engine-idle-timeout %v, or reused connections break" $engine.keepAliveSeconds $idle) }}
-{{- end }}
-{{- $probe := dict "path" "/health" "port" "engine" -}}
+{{- end -}}
 name: vllm
 image: {{ include "pd-sidecar.image" (list $engine.image "" "engine.image") }}
 imagePullPolicy: {{ $engine.image.pullPolicy }}
@@ -55,6 +66,9 @@ args:
   - --shutdown-timeout={{ int $values.shutdownTimeoutSeconds }}
   {{- if ne (toString (get $settings "kv-connector")) "none" }}
   - {{ printf "--kv-transfer-config=%s" (include "pd-sidecar.kv-transfer-config" .) | quote }}
+  {{- end }}
+  {{- if and $isDecode (eq (include "pd-sidecar.spelled" (get $settings "kv-events")) "on") }}
+  - {{ printf "--kv-events-config=%s" (include "pd-sidecar.kv-events-config" $root) | quote }}
   {{- end }}
   {{- range concat $engine.args $values.args }}
   - {{ toString . | quote }}
