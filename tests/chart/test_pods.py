@@ -9,6 +9,7 @@ from tests.chart.render import (
     VALUES,
     container,
     containers,
+    is_one,
     one,
     pod_spec,
     pods,
@@ -146,6 +147,38 @@ def test_labels_of_llm_d_are_on_pods_and_never_in_selectors(values: str) -> None
         assert labels["llm-d.ai/model"]
         # What changes with every release of the chart would restart engines for nothing.
         assert not {"helm.sh/chart", "app.kubernetes.io/version"} & set(labels)
+
+
+@pytest.mark.parametrize("values", WITH_PODS)
+def test_everything_that_selects_pods_selects_those_of_its_role(values: str) -> None:
+    documents = rendered(values)
+    for role in ("decode", "prefill"):
+        wanted = one(documents, "Deployment", role)["spec"]["selector"]["matchLabels"]
+        budgets = [each for each in documents if is_one(each, "PodDisruptionBudget", role)]
+        services = [each for each in documents if is_one(each, "Service", role)]
+        spread = pod_spec(one(documents, "Deployment", role)).get("topologySpreadConstraints", [])
+        assert [each["spec"]["selector"]["matchLabels"] for each in budgets] == [wanted] * len(budgets)
+        assert [each["spec"]["selector"] for each in services] == [wanted] * len(services)
+        assert [each["labelSelector"]["matchLabels"] for each in spread] == [wanted] * len(spread)
+
+
+@pytest.mark.parametrize("values", WITH_PODS)
+def test_both_sides_run_the_same_model_in_the_same_way(values: str) -> None:
+    """Or their KV never fits, or the same prompt has other block hashes."""
+    engines = [
+        container(pod_spec(one(rendered(values), "Deployment", role)), "vllm") for role in ("decode", "prefill")
+    ]
+    for same in ("image", "command"):
+        assert engines[0][same] == engines[1][same]
+    assert engines[0]["args"][0] == engines[1]["args"][0]
+    for variable in ("PYTHONHASHSEED", "UCX_TLS"):
+        found = [[each for each in engine["env"] if each["name"] == variable] for engine in engines]
+        assert found[0] == found[1]
+    assert {"name": "PYTHONHASHSEED", "value": "0"} in engines[0]["env"]
+    assert [arg for arg in engines[0]["args"] if arg.startswith("--served-model-name=")] == (
+        ["--served-model-name=gpt-oss"] if values == "gpu-rdma" else []
+    )
+    assert all("--shutdown-timeout=45" in engine["args"] for engine in engines)
 
 
 def test_the_selector_is_a_value() -> None:

@@ -3,10 +3,12 @@
 The rendered ConfigMap lies in a folder that is renewed as the kubelet does it.
 """
 
+import http.server
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,3 +133,28 @@ def test_helm_test_says_what_was_decided(sidecar: Sidecar) -> None:
 
 def test_helm_test_fails_without_an_engine() -> None:
     assert answers(f"http://127.0.0.1:{free_ports()}").returncode != 0
+
+
+def test_helm_test_fails_without_a_token() -> None:
+    class Empty(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._say(b'{"data": [{"id": "sim"}], "usage": {"completion_tokens": 0}}')
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
+
+        def _say(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Empty) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = answers(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert done.returncode == 1
+    assert "0 token" in done.stdout

@@ -61,6 +61,7 @@ args:
   {{- end }}
   {{- if gt $ranks 1 }}
   - --data-parallel-size={{ $ranks }}
+  - --data-parallel-size-local={{ $ranks }}
   - --data-parallel-multi-port-external-lb
   {{- end }}
   - --shutdown-timeout={{ int $values.shutdownTimeoutSeconds }}
