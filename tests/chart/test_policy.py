@@ -3,9 +3,10 @@
 import ipaddress
 from typing import Any
 
+import kubernetes_validate
 import pytest
 
-from tests.chart.render import container, one, pod_spec, rendered, template, values_file
+from tests.chart.render import KUBERNETES, container, one, pod_spec, rendered, template, values_file, with_values
 
 Policy = dict[str, Any]
 Pod = tuple[str, dict[str, str]]
@@ -93,7 +94,7 @@ TABLE = [
     ("gpu-rdma", EPP, "prefill", 5600, False),
     ("gpu-rdma", PROMETHEUS, "prefill", 8000, True),
     ("gpu-rdma", PROMETHEUS, "prefill", 5600, False),
-    ("gpu-rdma", "prefill", "decode", 20500, True),
+    ("gpu-rdma", "prefill", "decode", 20500, False),  # decode pulls: e2e/test_network_policy.py
     ("gpu-rdma", "prefill", "decode", 8000, False),
     ("gpu-rdma", "prefill", "decode", 9090, False),
     ("gpu-rdma", "prefill", STRANGER, 80, False),
@@ -122,6 +123,14 @@ TABLE = [
 def test_table(values: str, source: Any, target: Any, port: Any, expected: bool) -> None:
     ends = [_pod(values, end) if isinstance(end, str) else end for end in (source, target)]
     assert allowed(rendered(values), ends[0], ends[1], port) is expected
+
+
+def test_without_dns_and_extras_prefill_pods_reach_nobody() -> None:
+    none = {"networkPolicy.enabled": True, "networkPolicy.dns": []}
+    policy = one(with_values(none), "NetworkPolicy", "prefill")
+    kubernetes_validate.validate(policy, KUBERNETES, strict=True)
+    assert not policy["spec"]["egress"]
+    assert "Egress" in policy["spec"]["policyTypes"]
 
 
 def test_engines_keep_to_the_ports_that_the_policy_opens() -> None:
