@@ -20,7 +20,9 @@ class Spread:
     high: float
 
     def text(self, digits: int = 1) -> str:
-        """`12.3 (11.0 to 14.9)`."""
+        """`12.3 (11.0 to 14.9)`; of a single value that alone."""
+        if self.low == self.high:
+            return f"{self.median:,.{digits}f}"
         return f"{self.median:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
 
 

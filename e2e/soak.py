@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,11 @@ from tests.integration.storm import DECODE_FAULTS, PREFILL_FAULTS, Storm, add_fa
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "soak.md"
 PREFILL_ENGINES = 4
-REST_TIMEOUT_S = 30.0
-"""Idle engine connections are kept for 4 s, and a prefill engine that was away is asked again within seconds."""
+SETTLE_S = 6.0
+"""Connections to engines are kept for 4 s, and every stage of a request is over by then."""
+RESTING_LOOKS = 12
+OPEN = ("descriptors", "threads", "tasks", "inflight")
+"""What must not be more after a storm than before it."""
 # What a measure is called in the report, and the most that its line may rise in an hour.
 MEASURES = {"rss_mib": ("RSS, MiB", 1.0), "descriptors": ("descriptors", 1.0), "tasks": ("tasks", 1.0)}
 
@@ -67,7 +70,7 @@ class Soaked:
     """At rest."""
     seen: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    """Answers that no row of the failure table allows, engines that died, connections that stayed."""
+    """Answers that no row of the failure table allows, and engines that died."""
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
@@ -90,7 +93,7 @@ def problems(soaked: Soaked) -> list[str]:
     found = list(soaked.wrong)
     if soaked.before is None or soaked.after is None:
         return [*found, "it did not come to rest"]
-    for name in ("descriptors", "threads", "tasks", "inflight"):
+    for name in OPEN:
         was, now = getattr(soaked.before, name), getattr(soaked.after, name)
         if now > was:
             found.append(f"{name}: {was} before, {now} after")
@@ -112,7 +115,7 @@ async def soak(
         sidecar = await asyncio.to_thread(partial(Sidecar, *flags(engines)))
         say("warming up")
         await _storm(sidecar, engines, warm_s, random.Random(seed).random(), soaked)
-        soaked.before = await _rest(sidecar, engines, soaked)
+        soaked.before = await _rest(sidecar, engines)
         say(f"at rest: {soaked.before}")
         watching = asyncio.create_task(_watch(sidecar, interval_s, soaked, say))
         try:
@@ -121,7 +124,7 @@ async def soak(
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
-        soaked.after = await _rest(sidecar, engines, soaked)
+        soaked.after = await _rest(sidecar, engines)
         say(f"at rest: {soaked.after}")
     finally:
         if sidecar is not None:
@@ -171,32 +174,17 @@ def look(sidecar: Sidecar, at_s: float) -> Sample:
     )
 
 
-async def _rest(sidecar: Sidecar, engines: list[Engine], soaked: Soaked) -> Sample:
-    """Once nothing runs and no connection but those to side channels is open; what is left by then is wrong."""
+async def _rest(sidecar: Sidecar, engines: list[Engine]) -> Sample:
+    """The least of some looks, once nothing should run any more: probes of engines and of side channels come and
+    go."""
     await calm(engines)
-    own = {sidecar.admin_port, *(engine.side_channel_port for engine in engines)}
-
-    def connections() -> list[Any]:
-        return [one for one in sidecar.descriptors().connections if not {one.local_port, one.remote_port} & own]
-
-    deadline = time.monotonic() + REST_TIMEOUT_S
-    best: Sample | None = None
-    while time.monotonic() < deadline:
-        await asyncio.sleep(0.5)
-        left = await asyncio.to_thread(connections)
-        sample = await asyncio.to_thread(look, sidecar, 0.0)
-        # A probe of a side channel comes and goes: the quietest of some looks counts.
-        if best is None or (sample.inflight, sample.descriptors, sample.tasks) < (
-            best.inflight,
-            best.descriptors,
-            best.tasks,
-        ):
-            best = sample
-        elif not left and not best.inflight:
-            return best
-    assert best is not None
-    soaked.wrong.append(f"not at rest after {REST_TIMEOUT_S:.0f} s: {left}, {best}")
-    return best
+    await asyncio.sleep(SETTLE_S)
+    looks = []
+    for _ in range(RESTING_LOOKS):
+        looks.append(await asyncio.to_thread(look, sidecar, 0.0))
+        await asyncio.sleep(0.25)
+    least = {name: min(getattr(one, name) for one in looks) for name in OPEN}
+    return replace(looks[-1], **least)
 
 
 # ---------------------------------------------------------------- the report
@@ -248,7 +236,7 @@ def markdown(soaked: Soaked, described: dict[str, Any], started: str) -> str:
         ),
     ]
     if soaked.before and soaked.after:
-        names = ("rss_mib", "descriptors", "threads", "tasks", "inflight")
+        names = ("rss_mib", *OPEN)
         rows = [[name, str(getattr(soaked.before, name)), str(getattr(soaked.after, name))] for name in names]
         lines += table(["at rest", "before", "after"], rows)
     lines += ["**Not as it should be:**", "", *(f"- {one}" for one in found), ""] if found else [_GOOD]

@@ -25,15 +25,15 @@ from e2e.latency.scenarios import MODES, SCENARIOS
 from e2e.models import ModelError
 
 _DOCS = Path(__file__).parents[2] / "docs" / "latency"
-_ROUNDS, _QUICK_ROUNDS = 3, 3
+_QUICK_ROUNDS = 3
 
 
 def _flags(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m e2e.latency", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few minutes: two scenarios, fewer ways")
+    parser.add_argument("--quick", action="store_true", help="three minutes: two scenarios, fewer ways")
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="only this one (repeatable)")
     parser.add_argument("--mode", action="append", choices=list(MODES), help="only this way (repeatable)")
-    parser.add_argument("--rounds", type=int, help=f"alternating rounds of each scenario (default {_ROUNDS})")
+    parser.add_argument("--rounds", type=int, help="alternating rounds of each scenario (default: by scenario)")
     parser.add_argument("--model", default="smollm2", help="smollm2, tiny, or a folder")
     parser.add_argument("--ttft-target-ms", type=float, default=8000, help="goodput: a TTFT is good up to this")
     parser.add_argument(
@@ -68,8 +68,11 @@ def _plan(flags: argparse.Namespace) -> dict[str, list[str]]:
     return plan
 
 
-async def _measure(stage: Stage, plan: dict[str, list[str]], rounds: int) -> dict[str, Result]:
-    return {name: await run_scenario(stage, SCENARIOS[name], modes, rounds, _say) for name, modes in plan.items()}
+async def _measure(stage: Stage, plan: dict[str, list[str]], rounds: int | None) -> dict[str, Result]:
+    return {
+        name: await run_scenario(stage, SCENARIOS[name], modes, rounds or SCENARIOS[name].rounds, _say)
+        for name, modes in plan.items()
+    }
 
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
@@ -77,7 +80,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     plan = _plan(flags)
     if not plan:
         raise RigError("latency: no scenario has the ways that --mode names; see --list")
-    rounds = flags.rounds or (_QUICK_ROUNDS if flags.quick else _ROUNDS)
+    rounds = flags.rounds or (_QUICK_ROUNDS if flags.quick else None)
     cores = Cores.chosen(sorted(os.sched_getaffinity(0)), flags.sidecar_core, flags.driver_core)
     with_router = any(ROUTER in modes for modes in plan.values())
     peers = install([ROUTER] if with_router else [])
@@ -94,7 +97,6 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     settings = {
         "started": started,
         "command": shlex.join(["python", "-m", "e2e.latency", *sys.argv[1:]]),
-        "rounds": rounds,
         "layout": cores.text() if tamed else "a vLLM of its own, which is not pinned",
         "model": model,
         "tamed": tamed,

@@ -104,18 +104,20 @@ async def run(
     model: str,
     clients: Sequence[Client],
     *,
+    salt: str = "",
     min_window_s: float = 0.0,
     begin: Callable[[], Awaitable[None]] | None = None,
     events: Sequence[Event] = (),
 ) -> Run:
     """Puts the load on; `begin` is awaited between the moment when all background streams run and the window.
+    Engines share what they have computed only between requests of one `salt`.
 
     LoadError if a background stream does not get to run; anything that happens later is in the records.
     """
     async with aiohttp.ClientSession(
         base_url, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     ) as session:
-        load = _Load(session, model)
+        load = _Load(session, {"model": model} | ({"cache_salt": salt} if salt else {}))
         # A pause of the collector would be taken for one of the engine.
         gc.collect()
         gc.disable()
@@ -126,9 +128,9 @@ async def run(
 
 
 class _Load:
-    def __init__(self, session: aiohttp.ClientSession, model: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, fields: dict[str, str]) -> None:
         self._session = session
-        self._model = model
+        self._fields = fields  # of every request
         self._zero = time.perf_counter()
         self._over = asyncio.Event()
         self._records: list[Record] = []
@@ -196,7 +198,7 @@ class _Load:
     async def _ask(self, client: Client, messages: list[dict[str, str]], answer_tokens: int) -> str:
         """One request; its text. The rest is in its record."""
         body = {
-            "model": self._model,
+            **self._fields,
             "messages": messages,
             "max_tokens": answer_tokens,
             "ignore_eos": True,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import os
 import sys
 import time
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,13 +52,14 @@ class Cores:
     @classmethod
     def chosen(cls, cores: list[int], sidecar: int | None = None, driver: int | None = None) -> Cores:
         """Engines as `Rig` has them; sidecar and load on cores of their own as far as there are any. On two cores
-        the sidecar shares the decode engine's, as in a pod, and the load the prefill engine's."""
+        both share the prefill engine's: the decode engine's pauses are what is looked at, and nothing else may
+        cause any."""
         half = len(cores) // 2
         engines = (cores[0], cores[half])
         spare = [core for core in cores if core not in engines]
         return cls(
             *engines,
-            sidecar if sidecar is not None else (spare[0] if spare else engines[1]),
+            sidecar if sidecar is not None else (spare or engines)[0],
             driver if driver is not None else (spare[-1] if spare else engines[0]),
         )
 
@@ -109,9 +110,6 @@ class Stage:
     def __init__(self, model: str, cores: Cores, router: Path | None) -> None:
         self._cores = cores
         self._router = router
-        # Another one in every sample and every run: engines keep what they computed, and prompts must be new to
-        # them. Each takes consecutive numbers from its own.
-        self._seeds = itertools.count(int(time.time()) % 1_000_000 * 10_000_000, 10_000)
         flags = ["--dtype", DTYPE, "--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)]
         self.rig = Rig(model, extra_flags=flags)
         self._proxies: dict[str, Proxy] = {}
@@ -163,12 +161,11 @@ class Stage:
 
     # ------------------------------------------------------------ one sample
 
-    async def sample(self, scenario: Scenario, mode: Mode) -> Sample:
+    async def sample(self, scenario: Scenario, mode: Mode, seed: int) -> Sample:
         """Everything once. LoadError if the way does not work at all, TimeoutError if the engines do not come to
         rest."""
-        seed = next(self._seeds)
         url = self.address(mode)
-        await self._until_it_works(url, mode, seed)
+        await self._until_it_works(url, mode)
         await self._until_idle()
         before: list[Counted] = []
 
@@ -188,6 +185,7 @@ class Stage:
                     url,
                     self.rig.model_name,
                     clients,
+                    salt=uuid.uuid4().hex,
                     min_window_s=scenario.min_window_s,
                     begin=begin,
                     events=[(scenario.kill_at_s, kill)] if mode.kill_prefill else [],
@@ -205,13 +203,13 @@ class Stage:
             self.prefill.start()
             self.prefill.wait_healthy()
 
-    async def _until_it_works(self, url: str, mode: Mode, seed: int) -> None:
+    async def _until_it_works(self, url: str, mode: Mode) -> None:
         """One answered request, decided as this way decides: engines that were restarted are connected again."""
         deadline = time.monotonic() + PROBE_TIMEOUT_S
         wanted = {"off": "local", "on": "remote", "auto": "remote"}.get(mode.disagg, "")
-        for number in range(1000, 2000):
-            client = Client("probe", (Turn(prompt(PROBE_TOKENS, seed + number), 2),))
-            record = (await driver.run(url, self.rig.model_name, [client])).records[0]
+        client = Client("probe", (Turn(prompt(PROBE_TOKENS, 0), 2),))
+        while True:
+            record = (await driver.run(url, self.rig.model_name, [client], salt=uuid.uuid4().hex)).records[0]
             if not record.error and record.decision.startswith(wanted):
                 return
             if time.monotonic() > deadline:
@@ -347,8 +345,11 @@ def _parts(requests: list[dict[str, Any]], before: Counted, after: Counted) -> d
         count = new.total(f"{metric}_count") - old.total(f"{metric}_count")
         if count:
             found[part] = (new.total(f"{metric}_sum") - old.total(f"{metric}_sum")) / count * 1000
+    # A router says nothing of its decisions: it knows one way only.
     remote = [
-        request for request in requests if request["decision"].startswith("remote") and request["began_ms"] >= 0
+        request
+        for request in requests
+        if request["began_ms"] >= 0 and (not request["decision"] or request["decision"].startswith("remote"))
     ]
     for part, name in (
         ("ttft", "ttft_ms"),
@@ -377,7 +378,8 @@ def trouble(mode: Mode, sample: Sample) -> str:
         return "the prefill engine was killed and nobody noticed"
     if mode.disagg in ("", "off") and mode.name != ROUTER and pulled:
         return f"{pulled} tokens were pulled without disaggregation"
-    if (mode.disagg == "on" or mode.name == ROUTER) and mode.arrivals and not pulled:
+    # A prefill engine may be killed before the first prompt has been pulled.
+    if (mode.disagg == "on" or mode.name == ROUTER) and mode.arrivals and not mode.kill_prefill and not pulled:
         return "no token was pulled: everything was computed twice"
     return ""
 
@@ -400,7 +402,7 @@ async def run_scenario(
         for name in order:
             say(f"{scenario.name}, round {number + 1} of {rounds}, {name}")
             try:
-                samples[name] = await stage.sample(scenario, MODES[name])
+                samples[name] = await stage.sample(scenario, MODES[name], seed=number * 1000)
             except (LoadError, OSError, TimeoutError) as error:
                 result.failed[name] = str(error) or repr(error)
                 say(f"  {name}: {result.failed[name]}")

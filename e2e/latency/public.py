@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import tempfile
+import uuid
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,10 @@ main(parser.parse_args())
 
 
 async def run(base_url: str, model: str, python: Path, core: int, seed: int) -> Run:
-    """One run against `base_url` from `core`. LoadError with the end of the generator's output if it fails."""
-    prefix = f"public-{seed}-"
+    """One run against `base_url` from `core`; the same prompts for the same `seed`, and no engine knows them.
+    LoadError with the end of the generator's output if it fails."""
+    salt = uuid.uuid4().hex
+    prefix = f"{salt}-"
     path = str(model_path(model, python))
     with tempfile.TemporaryDirectory(prefix="pd-latency-") as folder:
         flags = {
@@ -52,7 +55,8 @@ async def run(base_url: str, model: str, python: Path, core: int, seed: int) -> 
             "--random-range-ratio": json.dumps({"input": INPUT_SPREAD, "output": 0.0}),
             "--num-prompts": PROMPTS,
             "--request-rate": REQUESTS_PER_SECOND,
-            "--seed": seed % 2**32,
+            "--seed": seed,
+            "--extra-body": json.dumps({"cache_salt": salt}),
             "--temperature": 0,
             "--request-id-prefix": prefix,
             "--num-warmups": 0,

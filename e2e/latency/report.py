@@ -32,18 +32,18 @@ a fabric would not.
 _LOAD = {True: "the load of `vllm bench serve`", False: "our own load"}
 _PARTS = (
     ("ttft", "TTFT"),
-    ("queue", "prefill: queue"),
+    ("waiting", "prefill: waiting"),
     ("prefill", "prefill: compute"),
-    ("prefill_leg", "prefill leg in all"),
     ("transfer", "transfer (NIXL)"),
-    ("decode_start", "decode start"),
-    ("decode_leg", "decode leg in all"),
+    ("start", "decode start"),
     ("sidecar", "sidecar"),
+    ("rest", "client and sockets"),
 )
-_PARTS_NOTE = (
-    "Means over the requests, in ms. Queue and compute are the prefill engine's own figures, transfer is NIXL's; "
-    "the legs are what the sidecar waited for either engine, decode start is the decode leg less the transfer."
-)
+_PARTS_NOTE = """Means over the requests, in ms. Compute is the prefill engine's own figure (request_prefill_time),
+transfer is NIXL's (nixl_xfer_time); waiting and decode start are what the sidecar waited for either engine besides:
+HTTP, tokenising, and the step that the engine is in when a request comes. Without NIXL's progress thread, which
+would take a whole core, a prefill engine moves KV between its steps: a transfer waits for the prompts behind it.
+"""
 
 
 def document(
@@ -129,7 +129,8 @@ def _scenario(name: str, result: dict[str, Any], targets: Targets) -> list[str]:
         return or_dash(numbers.series(rounds, mode, metric, targets), digits)
 
     lines = [f"## {scenario.title}", ""]
-    lines += [f"`--scenario {name}`, {_LOAD[scenario.public]}, {len(rounds)} rounds.", ""]
+    count = f"{len(rounds)} round{'s' if len(rounds) != 1 else ''}"
+    lines += [f"`--scenario {name}`, {_LOAD[scenario.public]}, {count}.", ""]
     has_streams = any(
         request["kind"] == STREAM
         for samples in rounds
@@ -189,24 +190,30 @@ def _remarks(result: dict[str, Any], mode: str) -> str:
     return "; ".join(notes).replace("|", "/").replace("\n", " ")[:300]
 
 
+def _split(parts: dict[str, float]) -> dict[str, float]:
+    """A TTFT in parts that add up to it; of a router only what the engines say."""
+    if "prefill_leg" not in parts or "decode_leg" not in parts:
+        return parts
+    return {
+        **parts,
+        "waiting": parts["prefill_leg"] - parts["prefill"],
+        "start": parts["decode_leg"] - parts["transfer"],
+        "rest": parts["ttft"] - parts["prefill_leg"] - parts["decode_leg"] - parts["sidecar"],
+    }
+
+
 def _parts(rounds: list[dict[str, Any]], modes: list[str]) -> list[str]:
     """What a remote TTFT is made of."""
     rows = []
     for mode in modes:
-        # Of a router nothing is known but what the engines say; of runs without arrivals there is nothing to say.
-        found = [samples[mode]["parts_ms"] for samples in rounds if mode in samples]
-        found = [
-            {**parts, "decode_start": parts["decode_leg"] - parts["transfer"]} if "decode_leg" in parts else parts
-            for parts in found
-            if "transfer" in parts
-        ]
-        if found:
-            values = [[parts[key] for parts in found if key in parts] for key, _ in _PARTS]
+        parts = [samples[mode]["parts_ms"] for samples in rounds if mode in samples]
+        if found := [_split(one) for one in parts if {"prefill", "transfer"} <= one.keys()]:
+            values = [[one[key] for one in found if key in one] for key, _ in _PARTS]
             rows.append([mode, *(or_dash(spread(value), 1) for value in values)])
     if not rows:
         return []
     head = ["way", *(title for _, title in _PARTS)]
-    return ["What the TTFT of remote requests is made of.", "", *table(head, rows), _PARTS_NOTE, ""]
+    return ["What the TTFT of remote requests is made of.", "", *table(head, rows), _PARTS_NOTE]
 
 
 # ---------------------------------------------------------------- pictures

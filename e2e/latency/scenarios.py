@@ -1,6 +1,6 @@
 """What is asked of the engines in each scenario, and by which way: data. It must not know how it is sent.
 
-Prompts differ from run to run (`seed`), so that no prefix cache knows them, and are of the same lengths.
+All ways of a round get the same prompts (`seed`); no engine knows them from before, since each sample has a salt.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ class Scenario:
     modes: tuple[str, ...] = USUAL
     quick_modes: tuple[str, ...] = ()
     """In quick runs; none: not run."""
+    rounds: int = 3
+    """In full runs."""
     min_window_s: float = 0.0
     kill_at_s: float = 0.0
     """When `kill_prefill` strikes."""
     public: bool = False
-    """Not sent by our driver: see public.py, which takes the number of prompts and their length from here."""
+    """Not sent by our driver: see public.py."""
 
 
 def prompt(tokens: int, seed: int) -> str:
@@ -109,7 +111,7 @@ def _multi_turn(seed: int) -> list[Client]:
 def _mixed(seed: int) -> list[Client]:
     draw = random.Random(0)  # the same arrivals and lengths in every run; only the words differ
     clients, at_s = [], 0.0
-    for number in range(14):
+    for number in range(12):
         size = draw.choices((60, 400, 1500), (6, 4, 2))[0]
         clients.append(Client("request", (Turn(prompt(size, seed + number), draw.choice((16, 32, 48))),), at_s))
         at_s += draw.expovariate(1.2)
@@ -125,6 +127,7 @@ SCENARIOS: dict[str, Scenario] = {
             _interference,
             modes=("quiet", *USUAL, "fallback"),
             quick_modes=("quiet", "local", "remote"),
+            rounds=4,
             min_window_s=6.0,
             kill_at_s=2.2,
         ),
@@ -138,12 +141,13 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(
             "multi-turn", "Three conversations of three turns, the whole conversation sent each time", _multi_turn
         ),
-        Scenario("mixed", "Random arrivals, 1.2 a second, of short, middle and long prompts", _mixed),
+        Scenario("mixed", "Random arrivals, 1.2 a second, of short, middle and long prompts", _mixed, rounds=2),
         Scenario(
             "public",
             "The load of vLLM's own generator, `vllm bench serve`: random prompts of 100 to 1,700 tokens",
             lambda _: [],
             modes=("local", "remote", "vllm-router"),
+            rounds=2,
             public=True,
         ),
     )

@@ -138,6 +138,9 @@ def test_a_conversation_is_sent_whole_and_other_turns_alone(start: Start) -> Non
     turns = (Turn("first", 3), Turn("second", 3))
     load(engine, Client("turn", turns, remembers=True))
     load(engine, Client("turn", turns))
+    assert all("cache_salt" not in received.json for received in engine.requests)
+    load(engine, Client("turn", turns), salt="pepper")
+    assert [received.json.get("cache_salt") for received in engine.requests[4:]] == ["pepper"] * 2
     talk, alone = [[received.json["messages"] for received in engine.requests][i] for i in (1, 3)]
     assert [message["role"] for message in talk] == ["user", "assistant", "user"]
     assert [message["content"] for message in talk[::2]] == ["first", "second"]

@@ -20,7 +20,7 @@ REMOTE = "remote; prefill=127.0.0.1:8100"
     ("cores", "expected"),
     [
         ([0], Cores(0, 0, 0, 0)),
-        ([0, 1], Cores(prefill=0, decode=1, sidecar=1, driver=0)),
+        ([0, 1], Cores(prefill=0, decode=1, sidecar=0, driver=0)),
         ([4, 5, 6], Cores(prefill=4, decode=5, sidecar=6, driver=6)),
         ([0, 1, 2, 3], Cores(prefill=0, decode=2, sidecar=1, driver=3)),
     ],
@@ -30,7 +30,7 @@ def test_who_is_on_which_core(cores: list[int], expected: Cores) -> None:
 
 
 def test_cores_can_be_named_and_are_told() -> None:
-    assert Cores.chosen([0, 1], sidecar=0, driver=1).text() == (
+    assert Cores.chosen([0, 1], driver=1).text() == (
         "core 0: prefill engine, sidecar or router; core 1: decode engine, load"
     )
 
