@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import datetime
 import json
+import math
 import random
 import sys
 import time
@@ -73,19 +74,34 @@ class Soaked:
     """Answers that no row of the failure table allows, and engines that died."""
 
 
-def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the line with the least squares; 0 where there is none."""
-    if len(points) < 2:
-        return 0.0
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
+@dataclass(frozen=True)
+class Line:
+    """A line with the least squares: how much it rises in one unit of x, and the standard error of that."""
+
+    slope: float
+    error: float
+
+    def rises_by(self, limit: float) -> bool:
+        """Whether it rises by more than `limit`, and not by chance."""
+        return self.slope - 2 * self.error > limit
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Line:
+    """A level line where there are too few points for any other."""
+    count = len(points)
+    mean_x = sum(x for x, _ in points) / max(count, 1)
+    mean_y = sum(y for _, y in points) / max(count, 1)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+    if count < 3 or not spread:
+        return Line(0.0, 0.0)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    residues = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
+    return Line(slope, math.sqrt(residues / (count - 2) / spread))
 
 
-def slopes_per_hour(samples: Sequence[Sample]) -> dict[str, float]:
+def lines_per_hour(samples: Sequence[Sample]) -> dict[str, Line]:
     """How much each measure rises in an hour."""
-    return {name: slope([(sample.at_s / 3600, getattr(sample, name)) for sample in samples]) for name in MEASURES}
+    return {name: fit([(sample.at_s / 3600, getattr(sample, name)) for sample in samples]) for name in MEASURES}
 
 
 def problems(soaked: Soaked) -> list[str]:
@@ -194,12 +210,13 @@ def verdicts(soaked: Soaked) -> list[tuple[str, str, str, str]]:
     """Measure, first and last values, slope, and a word."""
     rows = []
     quarter = max(1, len(soaked.samples) // 4)
-    for name, rise in slopes_per_hour(soaked.samples).items():
+    for name, line in lines_per_hour(soaked.samples).items():
         title, limit = MEASURES[name]
         values = [getattr(sample, name) for sample in soaked.samples]
         first, last = (sum(some) / len(some) for some in (values[:quarter], values[-quarter:]))
-        word = "flat" if rise < limit else "**RISES**"
-        rows.append((title, f"{first:,.1f} → {last:,.1f}", f"{rise:+,.2f} (limit {limit:g})", word))
+        word = "**RISES**" if line.rises_by(limit) else "flat"
+        rise = f"{line.slope:+,.2f} ± {2 * line.error:,.2f} (limit {limit:g})"
+        rows.append((title, f"{first:,.1f} → {last:,.1f}", rise, word))
     return rows
 
 
@@ -231,7 +248,7 @@ def markdown(soaked: Soaked, described: dict[str, Any], started: str) -> str:
             answers=sum(soaked.seen.values()),
         ),
         *table(
-            ["measure", "mean of the first and the last quarter", "slope per hour", ""],
+            ["measure", "mean of the first and the last quarter", "slope per hour ± two standard errors", ""],
             [list(row) for row in verdicts(soaked)],
         ),
     ]

@@ -18,13 +18,14 @@ from e2e import machine
 from e2e.bench.install import install, versions
 from e2e.bench.proxies import NotReadyError
 from e2e.engines import RigError
-from e2e.install import InstallError, cache_root
+from e2e.install import InstallError
 from e2e.latency import report
 from e2e.latency.measure import DTYPE, ROUTER, Cores, Result, Stage, run_scenario
 from e2e.latency.scenarios import MODES, SCENARIOS
 from e2e.models import ModelError
 
-_DOCS = Path(__file__).parents[2] / "docs" / "latency"
+_ROOT = Path(__file__).parents[2]
+_DOCS = _ROOT / "docs" / "latency"
 _QUICK_ROUNDS = 3
 
 
@@ -41,10 +42,8 @@ def _flags(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sidecar-core", type=int, help="core of sidecar and router")
     parser.add_argument("--driver-core", type=int, help="core of the load")
-    parser.add_argument(
-        "--write", action="store_true", help=f"write the results into {_DOCS.relative_to(_DOCS.parents[1])}/"
-    )
-    parser.add_argument("--output", type=Path, help="folder for report, samples and plots (default: in the cache)")
+    parser.add_argument("--write", action="store_true", help=f"write the results into {_DOCS.relative_to(_ROOT)}/")
+    parser.add_argument("--output", type=Path, help="folder for report, samples and plots (default: build/latency)")
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="JSON", help="measure nothing: report on these samples anew"
     )
@@ -117,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name, mode in MODES.items():
             print(f"{name:14} {mode.title}")
         return 0
-    folder = _DOCS if flags.write else flags.output or cache_root() / "latency"
+    folder = _DOCS if flags.write else flags.output or _ROOT / "build" / "latency"
     try:
         document = json.loads(flags.source.read_text()) if flags.source else measure(flags)
     except (InstallError, ModelError, RigError, NotReadyError) as error:

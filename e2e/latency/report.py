@@ -218,7 +218,13 @@ def _parts(rounds: list[dict[str, Any]], modes: list[str]) -> list[str]:
 
 # ---------------------------------------------------------------- pictures
 
-_TIMELINE_MODES = ("quiet", "local", "remote", "fallback", "vllm-router")
+_TIMELINE = {
+    "quiet": "nothing arriving",
+    "local": "prefilled locally",
+    "remote": "prefilled remotely",
+    "fallback": "remotely, prefill engine killed",
+    "vllm-router": "remotely, vllm-router",
+}
 
 
 def plots(document: dict[str, Any]) -> dict[str, str]:
@@ -247,7 +253,7 @@ def plots(document: dict[str, Any]) -> dict[str, str]:
 
 def _interference(result: dict[str, Any]) -> str | None:
     """The gaps of the streams over the window, of the first round that has every way."""
-    modes = [mode for mode in _TIMELINE_MODES if mode in _modes(result)]
+    modes = [mode for mode in _TIMELINE if mode in _modes(result)]
     for samples in result["rounds"]:
         if all(mode in samples for mode in modes):
             lanes = []
@@ -255,6 +261,9 @@ def _interference(result: dict[str, Any]) -> str | None:
                 sample = samples[mode]
                 lines = [request["token_ms"] for request in sample["requests"] if request["kind"] == STREAM]
                 marks = [request["began_ms"] for request in sample["requests"] if request["kind"] != STREAM]
-                lanes.append((MODES[mode].title.replace("`", ""), lines, marks))
-            return timeline("Tokens of four streams; ▼ a prompt of 2,000 tokens arrives", lanes)
+                lanes.append((_TIMELINE[mode], lines, marks))
+            return timeline(
+                "Each stroke is a token of one of four streams; at each triangle a prompt of 2,000 tokens arrives",
+                lanes,
+            )
     return None

@@ -24,14 +24,17 @@ def soaked(rise_mib_per_hour: float = 0.0, **after: int) -> Soaked:
 
 
 def test_the_slope_of_a_line_is_found_in_noise() -> None:
-    assert soak.slope([(x, 3 * x + (-1) ** x) for x in range(100)]) == pytest.approx(3, abs=0.01)
-    assert soak.slope([(1, 5)]) == 0
-    assert soak.slope([(1, 5), (1, 7)]) == 0
+    line = soak.fit([(x, 3 * x + (-1) ** x) for x in range(100)])
+    assert line.slope == pytest.approx(3, abs=0.01)
+    assert line.error == pytest.approx(0.0035, rel=0.02)  # 1 / sqrt(sum of squares of x)
+    assert [line.rises_by(limit) for limit in (2.9, 3.0)] == [True, False]
+    for few in ([], [(1, 5)], [(1, 5), (2, 7)], [(1, 5), (1, 6), (1, 7)]):
+        assert soak.fit(few) == soak.Line(0, 0)
 
 
 @pytest.mark.parametrize(("rise", "word"), [(0.9, "flat"), (1.1, "**RISES**"), (-5.0, "flat")])
 def test_memory_may_rise_by_a_mebibyte_an_hour(rise: float, word: str) -> None:
-    assert soak.slopes_per_hour(soaked(rise).samples)["rss_mib"] == pytest.approx(rise)
+    assert soak.lines_per_hour(soaked(rise).samples)["rss_mib"].slope == pytest.approx(rise)
     assert [row[-1] for row in soak.verdicts(soaked(rise))] == [word, "flat", "flat"]
 
 
@@ -48,7 +51,7 @@ def test_what_stays_open_is_a_problem() -> None:
 def test_the_report_says_so() -> None:
     good = soak.markdown(soaked(), MACHINE, "today")
     assert "Every answer was one that the failure table allows" in good
-    assert "| RSS, MiB | 40.0 → 40.0 | +0.00 (limit 1) | flat |" in good
+    assert "| RSS, MiB | 40.0 → 40.0 | +0.00 ± 0.00 (limit 1) | flat |" in good
     bad = soak.markdown(soaked(2, tasks=13), MACHINE, "today")
     assert "**RISES**" in bad
     assert "- tasks: 12 before, 13 after" in bad
