@@ -23,6 +23,7 @@ REQUEST_TIMEOUT_S = 120.0
 RUNNING_EVENTS = 5
 """A background stream runs once it has brought so many tokens: its own prefill is then well behind it."""
 BACKGROUND_TIMEOUT_S = 60.0
+PULSE_S = 0.02
 
 
 class LoadError(RuntimeError):
@@ -93,6 +94,9 @@ class Run:
     records: list[Record]
     window_s: float
     """From the first request (of those that do not run in the background) to the last answer's end."""
+    lateness_s: list[float] = field(default_factory=list)
+    """How much later than asked for the load itself was woken, many times in the window: what it shares its core
+    with is in every time that it notes."""
 
 
 Event = tuple[float, Callable[[], Awaitable[None]]]
@@ -134,6 +138,7 @@ class _Load:
         self._zero = time.perf_counter()
         self._over = asyncio.Event()
         self._records: list[Record] = []
+        self._lateness_s: list[float] = []
 
     async def run(
         self,
@@ -149,6 +154,7 @@ class _Load:
             if begin:
                 await begin()
             self._start_window()
+            pulse = asyncio.create_task(self._pulse())
             happening = [asyncio.create_task(_later(at_s, event)) for at_s, event in events]
             await asyncio.gather(
                 *(self._client(client) for client in clients if not client.background),
@@ -157,10 +163,17 @@ class _Load:
             window_s = self._now()
             self._over.set()
             await asyncio.gather(*background, *happening)
+            await pulse
         finally:
             for task in (*background, *happening):
                 task.cancel()
-        return Run(self._records, window_s)
+        return Run(self._records, window_s, self._lateness_s)
+
+    async def _pulse(self) -> None:
+        while not self._over.is_set():
+            asked_s = self._now() + PULSE_S
+            await asyncio.sleep(PULSE_S)
+            self._lateness_s.append(self._now() - asked_s)
 
     def _now(self) -> float:
         return time.perf_counter() - self._zero

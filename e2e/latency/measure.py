@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import http.client
 import os
 import sys
 import time
@@ -22,10 +23,11 @@ from typing import Any, Self
 import msgspec
 
 from e2e.bench.proxies import SPECS, NotReadyError, Place, Proxy, Spec
-from e2e.engines import HOST, PROMPT_TOKEN_SOURCES, Engine, Metrics, Rig, free_ports
+from e2e.engines import HOST, PROMPT_TOKEN_SOURCES, Engine, Metrics, Rig, RigError, free_ports
 from e2e.install import engine_python
 from e2e.latency import driver, public
 from e2e.latency.driver import Client, LoadError, Record, Run, Turn
+from e2e.latency.numbers import percentile
 from e2e.latency.scenarios import MODES, Mode, Scenario, prompt
 from e2e.rounds import turns
 
@@ -90,6 +92,8 @@ class Sample:
     """Prompt tokens that the prefill engine computed."""
     parts_ms: dict[str, float]
     """Means over the remote requests: see `_parts`."""
+    late_ms: float = 0.0
+    """How late the load itself was woken, 99th percentile; 0 of a load that is not ours."""
     trouble: str = ""
     """Why it does not show what it should."""
 
@@ -302,6 +306,7 @@ def _sample(mode: Mode, run: Run, before: Counted, after: Counted, decisions: di
             after.prefill.total(name, source="local_compute") - before.prefill.total(name, source="local_compute")
         ),
         parts_ms=_parts(requests, before, after) if not mode.kill_prefill else {},
+        late_ms=round(percentile(run.lateness_s, 99) * 1000, 2) if run.lateness_s else 0.0,
     )
     sample.trouble = trouble(mode, sample)
     return sample
@@ -403,7 +408,7 @@ async def run_scenario(
             say(f"{scenario.name}, round {number + 1} of {rounds}, {name}")
             try:
                 samples[name] = await stage.sample(scenario, MODES[name], seed=number * 1000)
-            except (LoadError, OSError, TimeoutError) as error:
+            except (LoadError, RigError, OSError, http.client.HTTPException) as error:
                 result.failed[name] = str(error) or repr(error)
                 say(f"  {name}: {result.failed[name]}")
             else:

@@ -30,6 +30,8 @@ And there is no RDMA: the KV is copied by the same cores that compute, so that a
 a fabric would not.
 """
 _LOAD = {True: "the load of `vllm bench serve`", False: "our own load"}
+LATE_MS = 5.0
+"""From here on it is said that what was measured has that much of the load's own in it."""
 _PARTS = (
     ("ttft", "TTFT"),
     ("waiting", "prefill: waiting"),
@@ -179,6 +181,9 @@ def _remarks(result: dict[str, Any], mode: str) -> str:
     troubles = [samples[mode]["trouble"] for samples in rounds if mode in samples and samples[mode]["trouble"]]
     if troubles:
         notes.append(f"{len(troubles)} of {len(rounds)} rounds: {troubles[0]}")
+    late_ms = max((samples[mode]["late_ms"] for samples in rounds if mode in samples), default=0.0)
+    if late_ms > LATE_MS:
+        notes.append(f"the load itself was up to {late_ms:.0f} ms late (p99)")
     if mode == "fallback":
         decided = [
             request["decision"].partition(";")[0]

@@ -113,6 +113,8 @@ def test_streams_run_before_the_window_and_end_with_it(start: Start) -> None:
     run = load(engine, *streams, arrival, begin=begin, min_window_s=0.1)
     assert begun == [2]
     assert run.window_s >= 0.1
+    assert run.lateness_s
+    assert all(late >= -0.001 for late in run.lateness_s)
     by_kind = {kind: [record for record in run.records if record.kind == kind] for kind in ("stream", "arrival")}
     for record in by_kind["stream"]:
         assert record.broken_off

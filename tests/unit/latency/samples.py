@@ -42,6 +42,7 @@ def sample(
         "decode_tokens": {"local_compute": 70, "local_cache_hit": 5, "external_kv_transfer": pulled},
         "prefill_tokens": 40,
         "parts_ms": parts,
+        "late_ms": 1.0,
         "trouble": trouble,
     }
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, ClassVar, cast
 
 import pytest
 
 from e2e.engines import Metrics
 from e2e.latency import measure, public
-from e2e.latency.driver import Record, Run
-from e2e.latency.measure import Cores, Counted
-from e2e.latency.scenarios import MODES, SCENARIOS
+from e2e.latency.driver import LoadError, Record, Run
+from e2e.latency.measure import Cores, Counted, Stage
+from e2e.latency.scenarios import MODES, SCENARIOS, Mode, Scenario
 from e2e.rounds import turns
 
 REMOTE = "remote; prefill=127.0.0.1:8100"
@@ -58,6 +59,7 @@ def records(*decisions: str, error: str = "") -> Run:
             for number, decision in enumerate(decisions)
         ],
         3.0,
+        [0.001, 0.003],
     )
 
 
@@ -78,6 +80,7 @@ def test_a_sample_holds_what_the_client_the_engines_and_the_sidecar_saw() -> Non
     assert not sample.trouble
     assert sample.decode_tokens == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 2000}
     assert sample.prefill_tokens == 2000
+    assert sample.late_ms == pytest.approx(2.98)
     assert sample.parts_ms == {
         "queue": 250,
         "transfer": 300,
@@ -144,3 +147,34 @@ def test_the_public_generators_result_is_read() -> None:
     assert (good.ttft_s, good.e2e_s) == (pytest.approx(0.5), pytest.approx(0.8))
     assert (bad.error, bad.token_s, bad.e2e_s) == ("ValueError: no", [], None)
     assert run.window_s == pytest.approx(1.8)
+
+
+class Pretended:
+    """A stage on which one way does not work."""
+
+    failed: ClassVar[dict[str, str]] = {"vllm-router": "no wheel"}
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    async def sample(self, _scenario: Scenario, mode: Mode, seed: int) -> measure.Sample:
+        self.asked.append((mode.name, seed))
+        if mode.name == "remote":
+            raise LoadError("remote at http://127.0.0.1:1: status 500")
+        return measure.Sample(mode.name, 1.0, [], {}, 0, {}, trouble="odd" if mode.name == "auto" else "")
+
+
+def test_a_way_that_fails_is_kept_with_its_reason_and_the_others_go_on() -> None:
+    stage, said = Pretended(), list[str]()
+    names = ["local", "remote", "auto", "vllm-router"]
+    result = asyncio.run(
+        measure.run_scenario(cast("Stage", stage), SCENARIOS["idle"], names, rounds=2, say=said.append)
+    )
+    assert [list(samples) for samples in result.rounds] == [["local", "auto"], ["local", "auto"]]
+    assert result.failed == {"vllm-router": "no wheel", "remote": "remote at http://127.0.0.1:1: status 500"}
+    assert {seed for mode, seed in stage.asked[:3]} != {seed for mode, seed in stage.asked[3:]}
+    assert len({seed for _, seed in stage.asked}) == 2  # all ways of a round get the same prompts
+    assert [line.strip() for line in said if line.startswith("  ")][:2] == [
+        "remote: remote at http://127.0.0.1:1: status 500",
+        "auto: odd",
+    ]

@@ -91,6 +91,12 @@ def test_trouble_and_what_failed_are_in_it() -> None:
     assert "- smg: no wheel" in text
 
 
+def test_a_load_that_was_late_is_said() -> None:
+    late = sample("local", request(10)) | {"late_ms": 12.4}
+    assert "the load itself was up to 12 ms late (p99)" in report.markdown(make(results({"local": late})), [])
+    assert "late (p99)" not in report.markdown(make(results(one_round())), [])
+
+
 def test_a_scenario_without_streams_has_times_of_its_requests() -> None:
     found = results({"direct": sample("direct", request(10, 20, ttft_ms=50))}, scenario="idle")
     text = report.markdown(make(found), [])
