@@ -17,7 +17,7 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 300, 30, 64, 40
 _LANE = 13  # height of one proxy in a row, pixels
 _GAP = 12  # between rows
 # Okabe and Ito's palette: told apart also without full colour vision.
-_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#000000", "#E69F00")
+_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#000000", "#E69F00", "#999999")
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -20,7 +20,7 @@ from e2e.bench.proxies import NotReadyError
 from e2e.engines import RigError
 from e2e.install import InstallError
 from e2e.latency import report
-from e2e.latency.measure import DTYPE, ROUTER, Cores, Result, Stage, run_scenario
+from e2e.latency.measure import DTYPE, ROUTER, UCX_TLS, Cores, Result, Stage, run_scenario
 from e2e.latency.scenarios import MODES, SCENARIOS
 from e2e.models import ModelError
 
@@ -31,7 +31,7 @@ _QUICK_ROUNDS = 3
 
 def _flags(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m e2e.latency", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="three minutes: two scenarios, fewer ways")
+    parser.add_argument("--quick", action="store_true", help="four minutes: two scenarios, fewer ways")
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="only this one (repeatable)")
     parser.add_argument("--mode", action="append", choices=list(MODES), help="only this way (repeatable)")
     parser.add_argument("--rounds", type=int, help="alternating rounds of each scenario (default: by scenario)")
@@ -40,6 +40,7 @@ def _flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--itl-target-ms", type=float, default=250, help="goodput: a request's p99 gap is good up to this"
     )
+    parser.add_argument("--ucx-tls", default=UCX_TLS, help=f"how engines copy KV: UCX_TLS (default {UCX_TLS})")
     parser.add_argument("--sidecar-core", type=int, help="core of sidecar and router")
     parser.add_argument("--driver-core", type=int, help="core of the load")
     parser.add_argument("--write", action="store_true", help=f"write the results into {_DOCS.relative_to(_ROOT)}/")
@@ -85,7 +86,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     peers = install([ROUTER] if with_router else [])
     described = machine.describe(versions(peers), sys.executable)
     started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    with Stage(flags.model, cores, peers.binaries.get(ROUTER)) as stage:
+    with Stage(flags.model, cores, peers.binaries.get(ROUTER), flags.ucx_tls) as stage:
         described["versions"]["vllm"] = stage.decode.request("GET", "/version").json()["version"]
         for mode, why in peers.absent.items():
             stage.failed[mode] = why
@@ -100,6 +101,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         "model": model,
         "tamed": tamed,
         "dtype": DTYPE,
+        "ucx_tls": f"UCX_TLS={flags.ucx_tls}",
         "targets": {"ttft_ms": flags.ttft_target_ms, "itl_ms": flags.itl_target_ms},
     }
     return report.document(

@@ -52,6 +52,8 @@ class Client:
     """Each turn carries the whole conversation before it."""
     background: bool = False
     """Runs before the window begins, and is broken off when all others have ended."""
+    base_url: str = ""
+    """Where it sends its requests; empty: where the others do."""
 
 
 @dataclass
@@ -119,9 +121,9 @@ async def run(
     LoadError if a background stream does not get to run; anything that happens later is in the records.
     """
     async with aiohttp.ClientSession(
-        base_url, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     ) as session:
-        load = _Load(session, {"model": model} | ({"cache_salt": salt} if salt else {}))
+        load = _Load(session, base_url, {"model": model} | ({"cache_salt": salt} if salt else {}))
         # A pause of the collector would be taken for one of the engine.
         gc.collect()
         gc.disable()
@@ -132,8 +134,9 @@ async def run(
 
 
 class _Load:
-    def __init__(self, session: aiohttp.ClientSession, fields: dict[str, str]) -> None:
+    def __init__(self, session: aiohttp.ClientSession, base_url: str, fields: dict[str, str]) -> None:
         self._session = session
+        self._base_url = base_url
         self._fields = fields  # of every request
         self._zero = time.perf_counter()
         self._over = asyncio.Event()
@@ -222,9 +225,10 @@ class _Load:
         record = Record(client.kind, uuid.uuid4().hex, self._now())
         self._records.append(record)
         answer = _Answer(record)
+        url = client.base_url or self._base_url
         try:
             async with self._session.post(
-                PATH, data=json.dumps(body), headers=_headers(record.request_id)
+                url + PATH, data=json.dumps(body), headers=_headers(record.request_id)
             ) as response:
                 record.status = response.status
                 record.decision = response.headers.get("x-pd-decision", "")
@@ -242,7 +246,7 @@ class _Load:
         except TimeoutError:
             record.error = f"not answered within {REQUEST_TIMEOUT_S:g} s"
         except (aiohttp.ClientError, OSError) as error:
-            record.error = f"connection to {self._session._base_url}: {error!r}"
+            record.error = f"connection to {url}: {error!r}"
         finally:
             record.ended_s = self._now()
         return answer.text

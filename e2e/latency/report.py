@@ -17,7 +17,8 @@ Written by `{command}`; do not edit. Taken {started}, revision {revision}.
 
 {machine}
 On {layout}. Load average at the start {load:.1f}.
-{versions}; model {model}, {dtype}; one prefill and one decode engine of vLLM, KV moved by NIXL.
+{versions}; model {model}, {dtype}; one prefill and one decode engine of vLLM, KV moved by NIXL
+({ucx_tls}).
 
 Each number is the median of the rounds with the least and the greatest in brackets. Ways alternate within a round,
 and a ratio is taken within a round. TTFT is from the request to its first token, at the client; a gap is the time
@@ -79,7 +80,7 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
     targets = Targets(**settings["targets"])
     lines = [
         _INTRODUCTION.format(
-            **{key: settings[key] for key in ("command", "started", "layout", "model", "dtype")},
+            **{key: settings[key] for key in ("command", "started", "layout", "model", "dtype", "ucx_tls")},
             revision=described["revision"],
             machine=machine.sentence(described),
             versions=machine.versions(described),
@@ -108,6 +109,16 @@ def _verdicts(results: dict[str, Any], targets: Targets) -> list[str]:
         found = f"{verdict.measured.text(2)}{unit}, {of}" if verdict.measured else "-"
         rows.append([verdict.what, f"≤ {verdict.limit:g}{unit}", found, verdict.word])
     lines = ["## What must be shown", "", *table(["what", "limit", "measured", ""], rows)]
+    rounds = results.get("interference", {"rounds": []})["rounds"]
+    if to_elsewhere := numbers.ratio(rounds, "remote", "elsewhere", "itl_p99", targets):
+        busy = numbers.ratio(rounds, "elsewhere", "quiet", "itl_p99", targets)
+        lines += [
+            "Virtual cores may be threads of one core, and share caches and memory in any case: a busy neighbour",
+            f"alone makes the p99 gap of the same streams {or_dash(busy, 2)} times as long (`elsewhere` to",
+            f"`quiet`). Against these, remote ÷ nothing arriving is {to_elsewhere.text(2)}: that is what remote",
+            "prefill itself costs.",
+            "",
+        ]
     shares = numbers.overheads_ms(results)
     if shares:
         lines += [
@@ -225,6 +236,7 @@ def _parts(rounds: list[dict[str, Any]], modes: list[str]) -> list[str]:
 
 _TIMELINE = {
     "quiet": "nothing arriving",
+    "elsewhere": "nothing arriving, prefill core busy",
     "local": "prefilled locally",
     "remote": "prefilled remotely",
     "fallback": "remotely, prefill engine killed",

@@ -29,6 +29,8 @@ class Mode:
     kill_prefill: bool = False
     arrivals: bool = True
     """False: only what runs in the background; the measure of what arrivals do to it."""
+    elsewhere: bool = False
+    """Arrivals go to the prefill engine, as if they were another decode engine's: one token each."""
 
 
 MODES: dict[str, Mode] = {
@@ -39,6 +41,12 @@ MODES: dict[str, Mode] = {
         Mode("remote", "sidecar, `--disagg on`", "on"),
         Mode("auto", "sidecar, `--disagg auto` (as it comes)", "auto"),
         Mode("quiet", "sidecar, `--disagg on`, nothing arriving", "on", arrivals=False),
+        Mode(
+            "elsewhere",
+            "as `quiet`, while the prefill engine computes the same prompts for nobody",
+            "on",
+            elsewhere=True,
+        ),
         Mode("fallback", "sidecar, `--disagg on`, prefill engine killed in mid-run", "on", kill_prefill=True),
         Mode("vllm-router", "vllm-router in place of the sidecar"),
     )
@@ -125,8 +133,8 @@ SCENARIOS: dict[str, Scenario] = {
             "interference",
             "Four running streams, three prompts of 2,000 tokens arriving 1.5 s apart",
             _interference,
-            modes=("quiet", *USUAL, "fallback"),
-            quick_modes=("quiet", "local", "remote"),
+            modes=("quiet", "elsewhere", *USUAL, "fallback"),
+            quick_modes=("quiet", "elsewhere", "local", "remote"),
             rounds=4,
             min_window_s=6.0,
             kill_at_s=2.2,

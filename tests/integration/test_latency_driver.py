@@ -93,11 +93,11 @@ def test_nobody_there_is_a_record_too() -> None:
 
 
 def test_a_stream_that_stands_still_is_given_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(driver, "REQUEST_TIMEOUT_S", 1.5)
     engine = start()
     engine.fault(Fault(stall_after_events=3))
     record = one(engine)
-    assert record.error == "not answered within 0.3 s"
+    assert record.error == "not answered within 1.5 s"
     assert len(record.token_s) == 2
 
 
@@ -148,6 +148,15 @@ def test_a_conversation_is_sent_whole_and_other_turns_alone(start: Start) -> Non
     assert [message["content"] for message in talk[::2]] == ["first", "second"]
     assert talk[1]["content"]
     assert alone == [{"role": "user", "content": "second"}]
+
+
+def test_a_client_may_go_elsewhere(start: Start) -> None:
+    engine, other = start(), start()
+    there = Client("there", (Turn("there", 2),), base_url=other.url)
+    run = load(engine, Client("here", (Turn("here", 2),)), there)
+    assert not any(record.error for record in run.records)
+    for one, text in ((engine, "here"), (other, "there")):
+        assert [received.json["messages"][0]["content"] for received in one.requests] == [text]
 
 
 def test_an_event_happens_in_the_window(start: Start) -> None:

@@ -63,6 +63,16 @@ def records(*decisions: str, error: str = "") -> Run:
     )
 
 
+DIVIDED = Run(
+    [
+        Record("stream", "id-0", -1, 200, "", REMOTE, 9, 2.0, [1.0], broken_off=True),
+        Record("long prompt", "id-1", 0.5, 200, "", "", 9, 2.0, [1.0]),
+    ],
+    3.0,
+)
+"""A stream through the sidecar, an arrival that went past it."""
+
+
 def taken(mode: str, run: Run, decisions: dict[str, dict[str, Any]] | None = None) -> measure.Sample:
     return measure._sample(MODES[mode], run, BEFORE, AFTER, decisions or {})
 
@@ -107,6 +117,7 @@ def test_the_counters_of_a_killed_engine_say_nothing() -> None:
         ("local", records("local", REMOTE), "decided 1 local, 1 remote with `--disagg off`"),
         ("local", records("local"), "2000 tokens were pulled without disaggregation"),
         ("direct", records(""), "2000 tokens were pulled without disaggregation"),
+        ("elsewhere", DIVIDED, ""),
         ("fallback", records(REMOTE), "the prefill engine was killed and nobody noticed"),
         ("vllm-router", records(""), ""),
         ("auto", records(REMOTE, "local; reason=short"), ""),

@@ -34,6 +34,7 @@ SETTINGS = {
     "layout": "core 0: prefill engine, load; core 1: decode engine, sidecar or router",
     "model": "smollm2",
     "dtype": "bfloat16",
+    "ucx_tls": "UCX_TLS=tcp",
     "tamed": True,
     "targets": {"ttft_ms": 1000.0, "itl_ms": 200.0},
 }
@@ -64,6 +65,13 @@ def test_it_states_the_ratios_and_whether_they_hold() -> None:
     assert to_local[1:] == ["≤ 0.15", "0.07, 1 round", "holds"]
     [share] = rows(text, "the sidecar's own share of TTFT, p99")
     assert share[1:] == ["≤ 3 ms", "0.30 ms, 2 requests", "holds"]
+
+
+def test_what_a_busy_neighbour_costs_is_told_apart() -> None:
+    text = report.markdown(make(results(one_round() | {"elsewhere": interference("elsewhere", 105)})), [])
+    assert "1.05 times as long" in text
+    assert "remote ÷ nothing arriving is 1.05: that" in text
+    assert "busy neighbour" not in report.markdown(make(results(one_round())), [])
 
 
 def test_it_takes_a_remote_ttft_apart() -> None:
