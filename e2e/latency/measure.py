@@ -156,11 +156,9 @@ class Stage:
         self._proxies[name] = proxy
 
     def address(self, mode: Mode) -> str:
-        """Where the requests of this way go; the sidecar's switch is turned."""
+        """Where the requests of this way go."""
         if mode.disagg:
-            place = self._proxies["sidecar"].place
-            _http("PUT", place.admin_port, "/disagg", mode.disagg.encode())
-            return f"http://{HOST}:{place.port}"
+            return f"http://{HOST}:{self._proxies['sidecar'].place.port}"
         if mode.name == ROUTER:
             return f"http://{HOST}:{self._proxies[ROUTER].place.port}"
         return self.decode.url
@@ -171,6 +169,9 @@ class Stage:
         """Everything once. LoadError if the way does not work at all, TimeoutError if the engines do not come to
         rest."""
         url = self.address(mode)
+        if mode.disagg == "auto":
+            # What it decides depends on what goes on; the way must be open, so that it can decide.
+            await self._until_it_works(url, dataclasses.replace(mode, disagg="on"))
         await self._until_it_works(url, mode)
         await self._until_idle()
         before: list[Counted] = []
@@ -212,9 +213,12 @@ class Stage:
             self.prefill.wait_healthy()
 
     async def _until_it_works(self, url: str, mode: Mode) -> None:
-        """One answered request, decided as this way decides: engines that were restarted are connected again."""
+        """The sidecar's switch is turned, and one request answered as this way decides: engines that were restarted
+        are connected again."""
         deadline = time.monotonic() + PROBE_TIMEOUT_S
-        wanted = {"off": "local", "on": "remote", "auto": "remote"}.get(mode.disagg, "")
+        if mode.disagg:
+            _http("PUT", self._proxies["sidecar"].place.admin_port, "/disagg", mode.disagg.encode())
+        wanted = {"off": "local", "on": "remote"}.get(mode.disagg, "")
         client = Client("probe", (Turn(prompt(PROBE_TOKENS, 0), 2),))
         while True:
             record = (await driver.run(url, self.rig.model_name, [client], salt=uuid.uuid4().hex)).records[0]

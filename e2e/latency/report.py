@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from e2e import machine
@@ -195,14 +196,14 @@ def _remarks(result: dict[str, Any], mode: str) -> str:
     late_ms = max((samples[mode]["late_ms"] for samples in rounds if mode in samples), default=0.0)
     if late_ms > LATE_MS:
         notes.append(f"the load itself was up to {late_ms:.0f} ms late (p99)")
-    if mode == "fallback":
-        decided = [
-            request["decision"].partition(";")[0]
+    if mode in ("auto", "fallback"):
+        decided = Counter(
+            request["decision"].partition("; prefill")[0]
             for samples in rounds
             if mode in samples
             for request in samples[mode]["requests"]
-        ]
-        notes.append(", ".join(f"{decided.count(word)} {word}" for word in sorted(set(decided))))
+        )
+        notes.append(", ".join(f"{count} {word}" for word, count in decided.most_common()))
     return "; ".join(notes).replace("|", "/").replace("\n", " ")[:300]
 
 

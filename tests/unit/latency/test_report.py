@@ -99,6 +99,13 @@ def test_trouble_and_what_failed_are_in_it() -> None:
     assert "- smg: no wheel" in text
 
 
+def test_what_was_decided_is_counted_where_it_may_differ() -> None:
+    decisions = ("local; reason=short", "remote; prefill=10.0.0.5:8000", "local; reason=short")
+    auto = sample("auto", *(request(10, decision=decision) for decision in decisions))
+    text = report.markdown(make(results({"auto": auto})), [])
+    assert rows(text, "auto")[2][-1] == "2 local; reason=short, 1 remote"
+
+
 def test_a_load_that_was_late_is_said() -> None:
     late = sample("local", request(10)) | {"late_ms": 12.4}
     assert "the load itself was up to 12 ms late (p99)" in report.markdown(make(results({"local": late})), [])
