@@ -17,7 +17,7 @@ import uvloop
 import yaml
 from aiohttp import web
 
-from sidecar import __version__, compat, config, log
+from sidecar import __version__, compat, config, log, tls
 from sidecar.admin.app import application
 from sidecar.admin.health import Health
 from sidecar.admin.observer import Observer
@@ -37,7 +37,7 @@ from sidecar.prefill.address import Address, AllowList, parse
 from sidecar.prefill.endpoints import Endpoint, Endpoints
 from sidecar.prefill.facts import FactsKeeper
 from sidecar.prefill.gate import Gate
-from sidecar.prefill.probe import EngineProbe
+from sidecar.prefill.probe import Access, EngineProbe
 from sidecar.prefill.warmup import WarmUp
 from sidecar.prefill.watch import Watch
 from transport.kv_events import KvEvents
@@ -72,8 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags, notes = compat.translated(argv[1:])
     try:
         settings, path = config.load(flags)
+        mistakes = [problem] if (problem := tls.problem(settings)) else []
     except config.BadSettings as error:
-        for mistake in error.mistakes:
+        mistakes = error.mistakes
+    if mistakes:
+        for mistake in mistakes:
             print(f"pd-sidecar: {mistake}", file=sys.stderr)  # noqa: T201
         return 2
     notes += config.doubts(settings)
@@ -90,7 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: config.Settings, path: object, flags: Sequence[str]) -> int:
-    sidecar = Sidecar(settings, flags)
+    try:
+        sidecar = Sidecar(settings, flags)
+    except tls.BadTls as error:  # a file has changed since it was checked
+        _log.error("cannot start: %s", error)
+        return 2
     try:
         await sidecar.start()
     except OSError as error:
@@ -127,6 +134,10 @@ class Sidecar:
         self._kv_events: list[KvEvents] = []
         self._budget = Budget(settings.recompute_max_concurrent, settings.recompute_max_tokens)
         self._observer = Observer(self._endpoints, self._budget)
+        self._tls = tls.Tls(settings, self._observer.tls_handshake)
+        self._observer.certificate_ends = lambda: self._tls.serving_ends
+        self._to_prefill = Access(self._tls.prefill, lambda: self._tls.probe_key.key)
+        self._to_engine = Access(self._tls.decode, lambda: self._tls.probe_key.key)
         self._prefill_pools: dict[Address, EnginePool] = {}
         self._session: aiohttp.ClientSession | None = None
         self._uds_session: aiohttp.ClientSession | None = None
@@ -162,6 +173,8 @@ class Sidecar:
                 self._warm_up.run(self._endpoints, lambda: health.engine_is_up and self._live.mode is not Mode.OFF),
             )
         self._background.start("sweep of prefill connections", self._sweep_pools())
+        if self._tls.reads_files:
+            self._background.start("watch over certificates and keys", self._tls.watch())
         self._handle_signals()
         self._say_start()
         gc.collect()
@@ -225,6 +238,7 @@ class Sidecar:
             settings.model_server_host,
             settings.model_server_port + rank,
             uds=settings.model_server_uds,
+            tls=self._tls.decode,
             connect_timeout_s=ENGINE_CONNECT_TIMEOUT_S,
             idle_timeout_s=settings.engine_idle_timeout,
         )
@@ -242,7 +256,7 @@ class Sidecar:
             gate=self._gate,
             rules=self._make_rules(rank, probe, engine),
         )
-        server = Server(service, settings.host, settings.port + rank)
+        server = Server(service, settings.host, settings.port + rank, self._tls.serving)
         self._servers.append(server)
         try:
             await server.listen()
@@ -300,6 +314,8 @@ class Sidecar:
             engine_block_size=lambda: self._live.engine_facts.block_size,
             timeout_s=max(settings.warm_up_timeout, 1.0),
             counted=self._observer.warmed_up,
+            prefill_access=self._to_prefill,
+            engine_access=self._to_engine,
         )
 
     def _not_yet(self, seconds_up: float) -> str:
@@ -324,6 +340,7 @@ class Sidecar:
                 self._loop,
                 address.host,
                 address.port,
+                tls=self._tls.prefill,
                 connect_timeout_s=self.settings.prefill_connect_timeout,
                 idle_timeout_s=self.settings.engine_idle_timeout,
             )
@@ -345,8 +362,8 @@ class Sidecar:
         if settings.model_server_uds:
             connector = aiohttp.UnixConnector(settings.model_server_uds)
             self._uds_session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-            return EngineProbe(self._uds_session, self._engine_url(rank))
-        return EngineProbe(self._session, self._engine_url(rank))
+            return EngineProbe(self._uds_session, self._engine_url(rank), self._to_engine)
+        return EngineProbe(self._session, self._engine_url(rank), self._to_engine)
 
     def _engine_url(self, rank: int) -> str:
         settings = self.settings
@@ -354,11 +371,11 @@ class Sidecar:
             return "http://localhost"
         host = settings.model_server_host
         bracketed = f"[{host}]" if ":" in host else host
-        return f"http://{bracketed}:{settings.model_server_port + rank}"
+        return self._to_engine.url(f"{bracketed}:{settings.model_server_port + rank}")
 
     def _prefill_probe(self, endpoint: Endpoint) -> EngineProbe:
         assert self._session is not None
-        return EngineProbe(self._session, f"http://{endpoint.label}")
+        return EngineProbe(self._session, self._to_prefill.url(endpoint.label), self._to_prefill)
 
     async def _prefill_alive(self, endpoint: Endpoint, handoff: Handoff, timeout_s: float) -> str:
         problem = await self._prefill_probe(endpoint).healthy(timeout_s)

@@ -57,6 +57,30 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
         list[str],
         _m("targets that x-prefiller-host-port may name besides: CIDR, HOST:PORT or any (repeatable)"),
     ] = []
+    secure_serving: Annotated[
+        Literal["on", "off"],
+        _m("TLS on the serving port, 1.2 at least (alias --secure-proxy)"),
+    ] = "off"
+    cert_path: Annotated[
+        str, _m("folder with tls.crt and tls.key of the serving port; taken over when they change")
+    ] = ""
+    client_ca: Annotated[
+        str, _m("PEM file of authorities: clients of the serving port need a certificate of one of them")
+    ] = ""
+    enable_tls: Annotated[
+        list[Literal["prefiller", "decoder"]],
+        _m("TLS towards prefill engines, the decode engine, or both (repeatable)"),
+    ] = []
+    tls_insecure_skip_verify: Annotated[
+        list[Literal["prefiller", "decoder"]],
+        _m("take any certificate from prefill engines or the decode engine (repeatable)"),
+    ] = []
+    tls_ca: Annotated[
+        str, _m("PEM file of authorities for the engines' certificates; empty: those of the system")
+    ] = ""
+    probe_token_file: Annotated[
+        str, _m("file with the bearer key for probes of engines and warm-up; taken over when it changes")
+    ] = ""
     min_remote_tokens: Annotated[
         int, _m("auto: prompts of fewer tokens stay local; 0: every prompt may go remote", ge=0)
     ] = 256
@@ -148,7 +172,7 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
         return self.kv_lease - min(5.0, self.kv_lease / 3)
 
 
-ALIASES = {"vllm-port": "model-server-port"}
+ALIASES = {"vllm-port": "model-server-port", "secure-proxy": "secure-serving"}
 SECRET = re.compile(r"(token|secret|password|key)$")
 
 
@@ -180,8 +204,10 @@ def _field(info: msgspec.structs.FieldInfo) -> Field:
     annotated = get_type_hints(Settings, include_extras=True)[info.name]
     base, meta = get_args(annotated)
     default = info.default if info.default is not msgspec.NODEFAULT else info.default_factory()
-    choices = get_args(base) if get_origin(base) is Literal else ()
-    return Field(info.encode_name, annotated, default, meta.description, choices, get_origin(base) is list)
+    is_list = get_origin(base) is list
+    one = get_args(base)[0] if is_list else base
+    choices = get_args(one) if get_origin(one) is Literal else ()
+    return Field(info.encode_name, annotated, default, meta.description, choices, is_list)
 
 
 FIELDS: tuple[Field, ...] = tuple(map(_field, msgspec.structs.fields(Settings)))
@@ -296,6 +322,7 @@ def _typed(given: _Given, mistakes: list[str]) -> Settings | None:
     values: dict[str, Any] = {}
     for name, (where, value) in given.items():
         field = _BY_NAME[name]
+        value = _listed(field, value)
         try:
             values[name] = msgspec.convert(value, field.type, strict=False)
         except msgspec.ValidationError as error:
@@ -307,6 +334,13 @@ def _typed(given: _Given, mistakes: list[str]) -> Settings | None:
     if settings is not None:
         mistakes += _conflicts(settings)
     return settings
+
+
+def _listed(field: Field, value: Any) -> Any:
+    """llm-d's lists may be one flag: `--enable-tls=prefiller,decoder`."""
+    if not (field.is_list and field.choices and isinstance(value, list)):
+        return value
+    return [part for entry in value for part in (entry.split(",") if isinstance(entry, str) else [entry])]
 
 
 def _problems(name: str, value: Any) -> list[str]:

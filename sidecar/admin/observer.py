@@ -9,7 +9,7 @@ import logging
 import platform
 import time
 from collections import deque
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
 import msgspec
@@ -52,6 +52,8 @@ class Observer:
         self._was_effective = True
         self.prefix_indexes: list[Sized] = []
         """One for each rank whose KV events are followed."""
+        self.certificate_ends: Callable[[], float] = lambda: 0.0
+        """When the serving certificate ends, as Unix time; 0.0: there is none."""
 
         self.requests: Counter[tuple[str, str, str, str]] = Counter(
             "requests",
@@ -99,6 +101,9 @@ class Observer:
         self.warmups: Counter[tuple[str]] = Counter(
             "warmups", "Tiny requests that make a new pair of engines connect", ("outcome",)
         )
+        self.tls_handshakes: Counter[tuple[str]] = Counter(
+            "tls_handshakes", "TLS handshakes of clients on the serving port by outcome", ("outcome",)
+        )
         self.decision_time: Histogram[tuple[()]] = Histogram(
             "decision_seconds", "From the complete request to the decision", (), _OVERHEAD_SECONDS
         )
@@ -125,6 +130,13 @@ class Observer:
                 self.static_decisions,
                 self.prediction,
                 self.warmups,
+                self.tls_handshakes,
+                Gauge(
+                    "tls_certificate_not_after_seconds",
+                    "Unix time at which the serving port's certificate ends; none without TLS",
+                    (),
+                    lambda: [((), ends)] if (ends := self.certificate_ends()) else [],
+                ),
                 Gauge(
                     "inflight", "Open legs", ("leg",), lambda: [((leg,), n) for leg, n in self.in_flight.items()]
                 ),
@@ -167,6 +179,12 @@ class Observer:
     def warmed_up(self, outcome: str) -> None:
         """A warm-up of a pair ended."""
         self.warmups.add((outcome,))
+
+    def tls_handshake(self, outcome: str, detail: str) -> None:
+        """A client's TLS handshake ended."""
+        self.tls_handshakes.add((outcome,))
+        if outcome != "ok":
+            self._limited.warning(f"tls {outcome}", "TLS handshake with a client failed: %s", detail)
 
     def _read_blocked(self) -> Iterable[tuple[tuple[str, ...], float]]:
         return [((endpoint.label, endpoint.blocked), 1.0) for endpoint in self._endpoints if endpoint.blocked]

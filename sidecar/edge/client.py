@@ -77,6 +77,9 @@ class _BodyReader(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._client.connection_lost(exc)
 
+    def eof_received(self) -> None:
+        self._client.eof_received()
+
     def pause_writing(self) -> None:
         self._client.pause_writing()
 
@@ -139,9 +142,18 @@ class ClientConnection(asyncio.Protocol):
         _keep_alive(transport)
         self.deadline = self._service.loop.time() + self._service.settings.client_head_timeout
 
+    def eof_received(self) -> None:
+        """Either kind of transport closes now. One with TLS first sends what is buffered, for as long as the client
+        lets it: whoever computes for this client need not wait for that."""
+        if self.transport is not None and not self.transport.can_write_eof():
+            self._leave()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
         self.transport = None
+        self._leave()
+
+    def _leave(self) -> None:
         self._deaf = True
         self._queue.clear()
         runner, self._runner = self._runner, None
@@ -400,10 +412,23 @@ class ClientConnection(asyncio.Protocol):
         self._deaf = True
         if unread and transport.can_write_eof():
             transport.write_eof()
-            self._lingering = True
-            self.deadline = self._service.loop.time() + LINGER_S
-        else:
+        else:  # with TLS what still arrives is thrown away until the client has said goodbye too
             transport.close()
+        if unread:
+            self._linger()
+
+    def _linger(self) -> None:
+        self._lingering = True
+        self.deadline = self._service.loop.time() + LINGER_S
+
+    def _close_idle(self) -> None:
+        """Nothing is under way. TLS says goodbye and waits for the client's, which need not come."""
+        self._deaf = True
+        transport = self.transport
+        if transport is not None and not transport.is_closing():
+            transport.close()
+            if not transport.can_write_eof():
+                self._linger()
 
     def pause_body(self) -> None:
         if self.transport is not None:
@@ -434,7 +459,7 @@ class ClientConnection(asyncio.Protocol):
         if self._lingering:
             self.transport.abort()
         elif not self._reading and self._runner is None:
-            self.transport.close()
+            self._close_idle()
         elif self._runner is None:
             self._refuse(_row("too_slow"))
         else:  # a streamed body that stopped, or a client that reads no more of its answer
@@ -442,9 +467,8 @@ class ClientConnection(asyncio.Protocol):
 
     def drain(self) -> None:
         """No further request is wanted."""
-        if self._runner is None and not self._queue and not self._reading and self.transport is not None:
-            self._deaf = True
-            self.transport.close()
+        if self._runner is None and not self._queue and not self._reading:
+            self._close_idle()
 
     def abort(self) -> None:
         if self.transport is not None:

@@ -7,10 +7,14 @@ knows neither clients nor the failure table beyond the names of the faults that 
 
 import asyncio
 import errno
+import ssl
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import httptools
+
+from sidecar.tls import describe
 
 Headers = list[tuple[bytes, bytes]]
 Buffer = bytes | bytearray | memoryview
@@ -19,6 +23,8 @@ MAX_HEAD_BYTES = 65536
 _END_OF_HEAD = b"\r\n\r\n"
 _CHUNK_SIZES = {b"%x" % size: size for size in range(1, 4096)}
 """Size lines of small chunks, as uvicorn writes them. Any other spelling is the parser's business."""
+TLS_SLICE_BYTES = 262144
+"""uvloop encrypts all that it is given at once: a large body would stand still for it, and be held twice more."""
 
 
 class Leg(Protocol):
@@ -85,16 +91,20 @@ class EngineConnection(asyncio.Protocol):
         "_at_boundary",
         "_body",
         "_complete",
+        "_encrypts",
+        "_goodbye",
         "_head",
         "_headers",
         "_is_head_request",
         "_parser",
+        "_paused",
         "_pieces",
         "_pool",
         "_reason",
         "_surplus",
         "_touched",
         "_unread_head",
+        "_unsent",
         "idle_since",
         "leg",
         "peer_host",
@@ -125,6 +135,12 @@ class EngineConnection(asyncio.Protocol):
         self._touched = False
         self._is_head_request = False
         self._at_boundary = True
+        self._encrypts = False
+        self._unsent: deque[memoryview] | None = None
+        """What a TLS connection could not take yet, while it is paused; None where it takes everything."""
+        self._paused = False
+        self._goodbye = False
+        """The engine said that nothing more comes. A TLS connection that just ends may have been cut by anyone."""
 
     # -- for the leg --
 
@@ -136,15 +152,37 @@ class EngineConnection(asyncio.Protocol):
         self._touched = False
         self._head = None
         self._complete = False
-        self.transport.writelines(parts)
+        if self._encrypts and sum(map(len, parts)) > TLS_SLICE_BYTES:
+            self._send_slices(parts)
+        else:
+            self.transport.writelines(parts)
 
     def write(self, parts: Sequence[Buffer]) -> None:
-        if self.transport is not None:
+        if self._unsent is not None:
+            self._unsent.extend([memoryview(part) for part in parts])
+        elif self.transport is not None:
             self.transport.writelines(parts)
+
+    def _send_slices(self, parts: Sequence[Buffer]) -> None:
+        self._unsent = deque(
+            memoryview(part)[at : at + TLS_SLICE_BYTES]
+            for part in parts
+            for at in range(0, len(part), TLS_SLICE_BYTES)
+        )
+        self._send_on()
+
+    def _send_on(self) -> None:
+        """Until the transport pauses us, which it does within `write`."""
+        unsent, transport = self._unsent, self.transport
+        while unsent and transport is not None and not transport.is_closing():
+            if self._paused:
+                return
+            transport.write(unsent.popleft())
+        self._unsent = None
 
     def abort(self) -> None:
         """Closes at once; the leg hears nothing more."""
-        self.leg = self.relay = None
+        self.leg = self.relay = self._unsent = None
         if self.transport is not None:
             self.transport.abort()
 
@@ -159,6 +197,14 @@ class EngineConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.peer_host = str(peer[0]).partition("%")[0] if isinstance(peer, tuple) else ""
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from asyncio's
+        if transport.get_extra_info("ssl_object") is not None:
+            self._encrypts = True
+            self.transport.set_write_buffer_limits(high=TLS_SLICE_BYTES)
+
+    def eof_received(self) -> None:
+        self._goodbye = True
+        if self._encrypts and self.transport is not None:
+            self.transport.abort()  # else uvloop would first send what is buffered, to an engine that reads no more
 
     def data_received(self, data: bytes) -> None:
         relay = self.relay
@@ -180,22 +226,26 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
-        self.transport = None
+        self.transport = self._unsent = None
         leg, self.leg, self.relay = self.leg, None, None
         if leg is None:
             return
-        if self._head is not None and self._head.until_close and exc is None:
+        if self._head is not None and self._head.until_close and exc is None and self._goodbye:
             leg.data(b"", (), True)
             return
         detail = "closed by the engine" if exc is None else (getattr(exc, "strerror", None) or type(exc).__name__)
         leg.failed("reset", detail, self.reused and not self._touched)
 
     def pause_writing(self) -> None:
+        self._paused = True
         if self.leg is not None:
             self.leg.pause()
 
     def resume_writing(self) -> None:
-        if self.leg is not None:
+        self._paused = False
+        if self._unsent is not None:
+            self._send_on()
+        if self.leg is not None and not self._paused:
             self.leg.resume()
 
     # -- reading --
@@ -287,7 +337,12 @@ class EngineConnection(asyncio.Protocol):
         self.leg = self.relay = None
         self._head = None
         self._is_head_request = False
-        if reusable and head is not None and b"close" not in head.value(b"connection").lower():
+        if (
+            reusable
+            and head is not None
+            and self._unsent is None
+            and b"close" not in head.value(b"connection").lower()
+        ):
             self._pool.put_back(self)
         else:
             self._close()
@@ -338,12 +393,14 @@ class EnginePool:
         port: int,
         *,
         uds: str = "",
+        tls: ssl.SSLContext | None = None,
         connect_timeout_s: float,
         idle_timeout_s: float,
     ) -> None:
+        """`tls`: TLS is spoken, and the certificate must be `host`'s as far as the context checks that."""
         self.label = uds or (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         self._loop = loop
-        self._host, self._port, self._uds = host, port, uds
+        self._host, self._port, self._uds, self._tls = host, port, uds, tls
         self._connect_timeout_s = connect_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._idle: dict[EngineConnection, None] = {}
@@ -376,7 +433,7 @@ class EnginePool:
                 if self._uds:
                     await self._loop.create_unix_connection(lambda: connection, self._uds)
                 else:
-                    await self._loop.create_connection(lambda: connection, self._host, self._port)
+                    await self._loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
         except TimeoutError:
             leg.failed("unreachable", f"{self.label}: no connection within {self._connect_timeout_s:g} s", False)
             return
@@ -435,6 +492,8 @@ _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EH
 
 
 def _connect_fault(error: OSError, label: str) -> tuple[str, str]:
+    if isinstance(error, ssl.SSLError):
+        return "refused", f"{label}: TLS: {describe(error)}"
     if isinstance(error, OSError) and error.errno in _UNREACHABLE:
         return "unreachable", f"{label}: {error.strerror}"
     return "refused", f"{label}: {error.strerror or type(error).__name__}"

@@ -1,6 +1,8 @@
 """Listens, sweeps overdue connections, drains. One for each rank's port."""
 
 import asyncio
+import ssl
+from typing import Any
 
 from sidecar.edge.client import ClientConnection
 from sidecar.edge.service import Service
@@ -12,10 +14,11 @@ SWEEP_S = 0.5
 class Server:
     """One serving port."""
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    def __init__(self, service: Service, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         self._service = service
         self._host = host or None
         self._port = port
+        self._tls = tls
         self._server: asyncio.Server | None = None
         self._connections: set[ClientConnection] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -24,8 +27,21 @@ class Server:
     async def listen(self) -> None:
         """Raises `OSError` if the port cannot be had."""
         loop = self._service.loop
+        options: dict[str, Any] = {}
+        if self._tls is not None:
+            settings = self._service.settings
+            options = {
+                "ssl": self._tls,
+                "ssl_handshake_timeout": settings.client_head_timeout,
+                # Bounds how long what is buffered may take to a client that reads it after the end.
+                "ssl_shutdown_timeout": settings.client_body_timeout,
+            }
         self._server = await loop.create_server(
-            lambda: ClientConnection(self._service, self._connections), self._host, self._port, backlog=4096
+            lambda: ClientConnection(self._service, self._connections),
+            self._host,
+            self._port,
+            backlog=4096,
+            **options,
         )
         self._timer = loop.call_later(SWEEP_S, self._sweep)
 

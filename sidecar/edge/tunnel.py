@@ -15,7 +15,8 @@ class TunnelEnd(asyncio.Protocol):
         """Nothing more comes from this side."""
 
     def write(self, data: bytes) -> None:
-        self._own.write(data)
+        if not self._own.is_closing():
+            self._own.write(data)
 
     def data_received(self, data: bytes) -> None:
         if self.peer is not None:
@@ -24,8 +25,10 @@ class TunnelEnd(asyncio.Protocol):
     def eof_received(self) -> bool:
         self._half_closed = True
         peer = self.peer
-        if peer is None or peer._half_closed:
-            return False  # both sides have ended: closes this one, and `connection_lost` the other
+        if peer is None or peer._half_closed or not (self._own.can_write_eof() and peer._own.can_write_eof()):
+            # Both sides have ended, or one speaks TLS, which knows no half-closed connection: closes this one, and
+            # `connection_lost` the other.
+            return False
         peer.half_close()
         return True
 

@@ -87,7 +87,14 @@ ROWS: tuple[Row, ...] = (
     Row(_R, "client_left", Then.CLOSE, 0, "the client left before its request was complete"),
     # -- prefill --
     Row(_P, "rejected", Then.RELAY, 0, "400 401 403 404 405 413 415 422: the client's own mistake"),
-    Row(_P, "refused", Then.NEXT, 502, "the prefill endpoint refuses connections", blames=True),
+    Row(
+        _P,
+        "refused",
+        Then.NEXT,
+        502,
+        "the prefill endpoint refuses connections, or its certificate is not accepted",
+        blames=True,
+    ),
     Row(_P, "unreachable", Then.NEXT, 504, "no connection within --prefill-connect-timeout", blames=True),
     Row(_P, "reset", Then.NEXT, 502, "the prefill endpoint broke the connection off", blames=True),
     Row(_P, "timeout", Then.POLICY, 504, "no answer within --prefill-timeout", blames=True),

@@ -4,35 +4,70 @@ These are rare and none of them is on a request's path, so they use aiohttp.
 """
 
 import re
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
 from sidecar.connectors.connector import EngineFacts
 from sidecar.decision.signals import Load, parse_load
+from sidecar.tls import describe
 
 MAX_METRICS_BYTES = 8 << 20
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
+def _no_key() -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How the engines of one role are called: over TLS or not, and with which bearer key ("": none)."""
+
+    tls: ssl.SSLContext | None = None
+    key: Callable[[], str] = _no_key
+
+    def url(self, host_port: str) -> str:
+        return f"{'http' if self.tls is None else 'https'}://{host_port}"
+
+    def options(self, **headers: str) -> dict[str, Any]:
+        """For aiohttp's requests; the key is read anew for each."""
+        key = self.key()
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+        options: dict[str, Any] = {"headers": headers} if headers else {}
+        return options if self.tls is None else {**options, "ssl": self.tls}
+
+
+PLAIN = Access()
+
+
 class EngineProbe:
     """Calls to one engine. `base_url` without a path."""
 
-    def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, base_url: str, access: Access = PLAIN) -> None:
         self._session = session
         self._base_url = base_url
+        self._access = access
 
     async def healthy(self, timeout_s: float) -> str:
         """ "" if `/health` says 200 in time, else what is wrong."""
         try:
             async with self._session.get(
-                self._base_url + "/health", timeout=aiohttp.ClientTimeout(total=timeout_s), allow_redirects=False
+                self._base_url + "/health",
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+                allow_redirects=False,
+                **self._access.options(),
             ) as response:
                 return "" if response.status == 200 else f"/health says {response.status}"
         except TimeoutError:
             return f"/health does not answer within {timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
-            return f"/health: {getattr(error, 'strerror', None) or type(error).__name__}"
+            return f"/health: {_problem(error)}"
 
     async def facts(self, timeout_s: float) -> EngineFacts:
         """Block size and number of blocks from `/metrics` (vllm:cache_config_info); zeros if it does not tell."""
@@ -46,7 +81,10 @@ class EngineProbe:
         """The exposition, "" if there is none."""
         try:
             async with self._session.get(
-                self._base_url + "/metrics", timeout=aiohttp.ClientTimeout(total=timeout_s), allow_redirects=False
+                self._base_url + "/metrics",
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+                allow_redirects=False,
+                **self._access.options(),
             ) as response:
                 if response.status != 200:
                     return ""
@@ -58,6 +96,13 @@ class EngineProbe:
                 return body.decode("utf-8", "replace")
         except (TimeoutError, aiohttp.ClientError, OSError):
             return ""
+
+
+def _problem(error: Exception) -> str:
+    cause = getattr(error, "os_error", error)
+    if isinstance(cause, ssl.SSLError):
+        return f"TLS: {describe(cause)}"
+    return getattr(error, "strerror", None) or type(error).__name__
 
 
 def parse_facts(metrics: str) -> EngineFacts:

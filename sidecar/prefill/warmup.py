@@ -16,6 +16,7 @@ import msgspec
 from sidecar.connectors import Connector
 from sidecar.connectors.connector import Handoff, PrefillAnswer, Rejection, Source
 from sidecar.prefill.endpoints import Endpoint, Endpoints
+from sidecar.prefill.probe import PLAIN, Access
 
 _log = logging.getLogger("sidecar")
 
@@ -52,6 +53,8 @@ class WarmUp:
         engine_block_size: Callable[[], int],
         timeout_s: float,
         counted: Callable[[str], None],
+        prefill_access: Access = PLAIN,
+        engine_access: Access = PLAIN,
     ) -> None:
         """`engine_urls`: one for each local rank. `counted` hears each outcome: `warm`, `no_handoff`,
         `not_admitted`, `prefill_failed`, `decode_failed`."""
@@ -63,6 +66,8 @@ class WarmUp:
         self._engine_block_size = engine_block_size
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._counted = counted
+        self._prefill_access = prefill_access
+        self._engine_access = engine_access
         self._attempts: dict[str, tuple[int, float]] = {}
         """Engine id -> attempts made (a success counts as all of them) and when the last one was."""
 
@@ -114,8 +119,8 @@ class WarmUp:
     async def _connect(self, endpoint: Endpoint, engine_url: str) -> str:
         body = b'{"prompt":[%b],"max_tokens":1,"ignore_eos":true' % b",".join([b"1"] * PROMPT_TOKENS)
         params = self._connector.prefill_params
-        url = f"http://{endpoint.label}/v1/completions"
-        async with self._post(self._session, url, body, params) as response:
+        url = self._prefill_access.url(endpoint.label) + "/v1/completions"
+        async with self._post(self._session, self._prefill_access, url, body, params) as response:
             if response.status != 200:
                 return "prefill_failed"
             answer = await response.read()
@@ -135,7 +140,8 @@ class WarmUp:
         if isinstance(result, Rejection):
             return "not_admitted"
         try:
-            decode = self._post(self._engine_session, engine_url + "/v1/completions", body, result.params)
+            url = engine_url + "/v1/completions"
+            decode = self._post(self._engine_session, self._engine_access, url, body, result.params)
             async with decode as response:
                 await response.read()
                 return "warm" if response.status == 200 else "decode_failed"
@@ -143,12 +149,12 @@ class WarmUp:
             return "decode_failed"
 
     def _post(
-        self, session: aiohttp.ClientSession, url: str, body: bytes, params: bytes
+        self, session: aiohttp.ClientSession, access: Access, url: str, body: bytes, params: bytes
     ) -> "aiohttp.client._RequestContextManager":
         return session.post(
             url,
             data=body + b',"kv_transfer_params":%b}' % params,
-            headers={"content-type": "application/json"},
             timeout=self._timeout,
             allow_redirects=False,
+            **access.options(**{"content-type": "application/json"}),
         )

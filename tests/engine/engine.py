@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import ssl
 import time
 import uuid
 from collections.abc import Iterable
@@ -58,6 +59,7 @@ class Engine:
         kv_events_endpoint: str | None = None,
         kv_events_replay_endpoint: str | None = None,
         kv_events_topic: str = "",
+        tls: ssl.SSLContext | None = None,
         seed: int = 0,
         **limits: Any,
     ) -> None:
@@ -74,6 +76,7 @@ class Engine:
         self.tool_parser = tool_parser
         self.enable_scale_out = enable_scale_out
         self.compat_salt = compat_salt
+        self.tls = tls
         self.kv_events_endpoint = kv_events_endpoint
         self.kv_events_replay_endpoint = kv_events_replay_endpoint
         self.kv_events_topic = kv_events_topic
@@ -205,7 +208,7 @@ class Engine:
             port = self.port or random.randrange(*_PORTS)
             try:
                 self._listener = await loop.create_server(
-                    lambda: Connection(self.server), self.host, port, backlog=2048, reuse_address=True
+                    lambda: Connection(self.server), self.host, port, backlog=2048, reuse_address=True, ssl=self.tls
                 )
             except OSError:
                 if self.port or attempt == _PORT_ATTEMPTS - 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -112,9 +113,13 @@ def _text_of(answer: dict[str, Any]) -> str:
 class Client:
     """One connection."""
 
-    def __init__(self, address: Address, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, address: Address, *, timeout_s: float = TIMEOUT_S, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.socket = socket.create_connection(address, timeout=timeout_s)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_hostname=address[0])
         self._buffer = bytearray()
 
     def __enter__(self) -> Self:

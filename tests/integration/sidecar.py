@@ -16,6 +16,7 @@ import random
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -167,6 +168,8 @@ class Sidecar:
         self, *flags: str, environment: dict[str, str] | None = None, ready: str | None = "/readyz", ranks: int = 1
     ) -> None:
         """`ready`: the probe that must say 200 before the constructor returns; None: do not wait."""
+        self.tls: ssl.SSLContext | None = None
+        """How `connect` speaks TLS."""
         self.port = free_ports(ranks)
         self.admin_port = free_ports()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as the process
@@ -325,7 +328,7 @@ class Sidecar:
         return "127.0.0.1", self.port
 
     def connect(self) -> Client:
-        return Client(self.address)
+        return Client(self.address, tls=self.tls)
 
     def ask(self, method: str, target: str, body: Any = None, headers: Iterable[tuple[str, str]] = ()) -> Answer:
         """One request on a connection of its own."""

@@ -18,7 +18,7 @@ README = Path(sidecar.__file__).parent.parent / "README.md"
 # Ports first: they must not meet those of other settings.
 POOL = (
     *("20001", "20002", "4096", "8192", "2", "3", "2.5", "3.5", "on", "off", "fail", "recompute", "json", "text"),
-    *("debug", "error", "cost", "static", "none", "nixlv2"),
+    *("debug", "error", "cost", "static", "none", "nixlv2", "prefiller", "decoder"),
     *("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.1", "/run/engine.sock"),
 )
 
