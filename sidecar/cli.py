@@ -40,6 +40,7 @@ from sidecar.prefill.gate import Gate
 from sidecar.prefill.probe import Access, EngineProbe
 from sidecar.prefill.warmup import WarmUp
 from sidecar.prefill.watch import Watch
+from sidecar.tracing.tracer import Tracer
 from transport.kv_events import KvEvents
 from transport.prefix_index import PrefixIndex
 from transport.prober import Endpoint as SideChannel
@@ -138,6 +139,11 @@ class Sidecar:
         self._observer.certificate_ends = lambda: self._tls.serving_ends
         self._to_prefill = Access(self._tls.prefill, lambda: self._tls.probe_key.key)
         self._to_engine = Access(self._tls.decode, lambda: self._tls.probe_key.key)
+        self._tracer = (
+            Tracer(settings.trace_sample, settings.otlp_endpoint, os.environ, self._observer.traced)
+            if settings.tracing == "on"
+            else None
+        )
         self._prefill_pools: dict[Address, EnginePool] = {}
         self._session: aiohttp.ClientSession | None = None
         self._uds_session: aiohttp.ClientSession | None = None
@@ -172,6 +178,8 @@ class Sidecar:
                 "warm-up",
                 self._warm_up.run(self._endpoints, lambda: health.engine_is_up and self._live.mode is not Mode.OFF),
             )
+        if self._tracer is not None:
+            self._background.start("sending of traces", self._tracer.run())
         self._background.start("sweep of prefill connections", self._sweep_pools())
         if self._tls.reads_files:
             self._background.start("watch over certificates and keys", self._tls.watch())
@@ -255,6 +263,7 @@ class Sidecar:
             watch=watch,
             gate=self._gate,
             rules=self._make_rules(rank, probe, engine),
+            tracer=self._tracer,
         )
         server = Server(service, settings.host, settings.port + rank, self._tls.serving)
         self._servers.append(server)
@@ -418,6 +427,8 @@ class Sidecar:
         for pool in self._prefill_pools.values():
             pool.close()
         await self._background.close()
+        if self._tracer is not None:
+            await self._tracer.close()
         for events in self._kv_events:
             await events.close()
         if self._channels is not None:

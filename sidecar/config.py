@@ -162,6 +162,18 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
         float, _m("seconds that an idle engine connection is kept; shorter than the engine's", gt=0, le=86400)
     ] = 4.0
     decision_header: Annotated[Literal["on", "off"], _m("write x-pd-decision to the client")] = "on"
+    tracing: Annotated[Literal["on", "off"], _m("OpenTelemetry spans of requests, sent as OTLP over HTTP")] = "off"
+    trace_sample: Annotated[
+        float,
+        _m(
+            "share of the requests without a trace context that are traced; others: as their context says",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.01
+    otlp_endpoint: Annotated[
+        str, _m("base URL of the collector; empty: OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318")
+    ] = ""
     log_format: Annotated[Literal["text", "json"], _m("log lines as text or JSON")] = "text"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _m("least level that is logged")] = "info"
 
@@ -347,6 +359,8 @@ def _problems(name: str, value: Any) -> list[str]:
     """What the type alone cannot say."""
     if name == "kv-connector" and value not in CONNECTORS:
         return [f"{value!r} is no KV connector; there are {', '.join(sorted(CONNECTORS))}"]
+    if name == "otlp-endpoint" and value and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+        return [f"{value!r} is no URL: http://HOST:4318 is wanted"]
     checks: dict[str, Callable[[str], object]] = {
         "prefill": parse,
         "prefill-allow": lambda entry: AllowList([entry]),

@@ -104,6 +104,9 @@ class Observer:
         self.tls_handshakes: Counter[tuple[str]] = Counter(
             "tls_handshakes", "TLS handshakes of clients on the serving port by outcome", ("outcome",)
         )
+        self.traces: Counter[tuple[str]] = Counter(
+            "traces", "Traced requests by what became of their spans: exported, failed, overflow", ("outcome",)
+        )
         self.decision_time: Histogram[tuple[()]] = Histogram(
             "decision_seconds", "From the complete request to the decision", (), _OVERHEAD_SECONDS
         )
@@ -131,6 +134,7 @@ class Observer:
                 self.prediction,
                 self.warmups,
                 self.tls_handshakes,
+                self.traces,
                 Gauge(
                     "tls_certificate_not_after_seconds",
                     "Unix time at which the serving port's certificate ends; none without TLS",
@@ -179,6 +183,10 @@ class Observer:
     def warmed_up(self, outcome: str) -> None:
         """A warm-up of a pair ended."""
         self.warmups.add((outcome,))
+
+    def traced(self, outcome: str, requests: int) -> None:
+        """The spans of so many requests were sent, or not."""
+        self.traces.add((outcome,), requests)
 
     def tls_handshake(self, outcome: str, detail: str) -> None:
         """A client's TLS handshake ended."""

@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from collections.abc import Container
 from urllib.parse import unquote_to_bytes
 
 from sidecar.exchange.apis import APIS
@@ -192,6 +193,15 @@ class Request:
         return self.request_id
 
     # -- header blocks for the legs --
+
+    def values(self, key: bytes) -> list[bytes]:
+        """All values of a field, by its name in lower case."""
+        return [value for name, (_, value) in zip(self._keys, self.headers, strict=True) if name == key]
+
+    def remove(self, keys: Container[bytes]) -> None:
+        """Takes fields out, so that neither leg gets them."""
+        self.headers = [header for key, header in zip(self._keys, self.headers, strict=True) if key not in keys]
+        self._keys = [name.lower() for name, _ in self.headers]
 
     def _named_by_connection(self) -> frozenset[bytes]:
         values = self.read.get(b"connection")

@@ -58,11 +58,13 @@ class Runner:
         "_finished",
         "_leg",
         "_members",
+        "_refusal",
         "_request",
         "_service",
         "_status",
         "_timer",
         "_times",
+        "_trace",
         "_unwatch",
     )
 
@@ -84,6 +86,8 @@ class Runner:
         self._computing_here = 0
         """Prompt tokens of this request that the decode engine computes at present."""
         self._status = 0
+        self._refusal: Row | None = None
+        self._trace = service.tracer.begin(request) if service.tracer is not None else None
         self._finished = False
         self._client_left = False
 
@@ -203,9 +207,10 @@ class Runner:
             self._timer = loop.call_later(max(left_s, 0.0), self._prefill_timed_out)
         assert self._api is not None
         body = prefill_body(self._api, self._members, service.connector.prefill_params)
-        head = b"POST %b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n" % (
+        head = b"POST %b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
             self._request.target,
             self._request.prefill_block(endpoint.label.encode()),
+            self._trace.for_prefill() if self._trace is not None else b"",
             len(body),
         )
         self._start_leg(PrefillLeg(self, (head, body)), service.prefill_pool(endpoint))
@@ -223,6 +228,7 @@ class Runner:
     def _handoff_checked(self, result: Handoff | Rejection) -> None:
         assert self._exchange is not None
         if not self._finished:
+            self._times.handoff_done = time.monotonic()
             self._do(self._exchange.handoff_checked(result))
 
     def _decode(self, command: life.Decode) -> None:
@@ -244,6 +250,8 @@ class Runner:
             framing = b"content-length: %d\r\n" % sum(map(len, parts))
         else:
             framing = b""
+        if self._trace is not None:
+            framing += self._trace.for_decode()
         if request.upgrade:
             framing += b"connection: upgrade\r\nupgrade: %b\r\n" % request.read[b"upgrade"][0]
         head = b"%b %b HTTP/1.1\r\n%b%b\r\n" % (request.method, request.target, block, framing)
@@ -418,6 +426,7 @@ class Runner:
 
     def _refuse(self, row: Row, detail: str) -> None:
         self._status = row.status
+        self._refusal = row
         client = self._client
         if client is not None:
             close = client.must_close(self._request)
@@ -486,6 +495,18 @@ class Runner:
                 self._status,
                 self._times,
                 self._request.request_id,
+                self._client_left,
+            )
+        if self._trace is not None:
+            assert self._service.tracer is not None
+            self._service.tracer.finished(
+                self._trace,
+                self._request,
+                self._api,
+                exchange,
+                self._refusal,
+                self._status,
+                self._times,
                 self._client_left,
             )
         client, self._client = self._client, None

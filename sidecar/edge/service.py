@@ -11,10 +11,13 @@ from sidecar.connectors.connector import EngineFacts, Handoff, Rejection
 from sidecar.decision.guards import Decision, Mode
 from sidecar.decision.rules import Rules
 from sidecar.edge.engine import EnginePool
+from sidecar.edge.request import Request
+from sidecar.exchange.apis import Api
 from sidecar.exchange.budget import Budget
 from sidecar.exchange.failures import Row
 from sidecar.exchange.life import Exchange
 from sidecar.prefill.endpoints import Endpoint, Endpoints
+from sidecar.tracing.context import Trace
 
 
 @dataclass(slots=True)
@@ -35,6 +38,8 @@ class Times:
     """The request was read."""
     prefill_sent: float = 0.0
     prefill_done: float = 0.0
+    handoff_done: float = 0.0
+    """The side channel said whether the handoff can be pulled."""
     decode_sent: float = 0.0
     first_byte: float = 0.0
     """The first byte of the answer's body went to the client."""
@@ -61,6 +66,24 @@ class Observer(Protocol):
 
     def engine_gone(self, fault: str, detail: str) -> None:
         """The local engine takes no connection."""
+
+
+class Tracer(Protocol):
+    """See `sidecar.tracing.tracer.Tracer`."""
+
+    def begin(self, request: Request) -> Trace | None: ...
+
+    def finished(
+        self,
+        trace: Trace,
+        request: Request,
+        api: Api | None,
+        exchange: Exchange | None,
+        refusal: Row | None,
+        status: int,
+        times: Times,
+        client_left: bool,
+    ) -> None: ...
 
 
 class PeerWatch(Protocol):
@@ -94,3 +117,5 @@ class Service:
     gate: HandoffGate | None
     """None: handoffs are passed on with the address that the prefill engine gave."""
     rules: Rules
+    tracer: Tracer | None = None
+    """None: tracing is off."""

@@ -18,7 +18,8 @@ README = Path(sidecar.__file__).parent.parent / "README.md"
 # Ports first: they must not meet those of other settings.
 POOL = (
     *("20001", "20002", "4096", "8192", "2", "3", "2.5", "3.5", "on", "off", "fail", "recompute", "json", "text"),
-    *("debug", "error", "cost", "static", "none", "nixlv2", "prefiller", "decoder"),
+    *("debug", "error", "cost", "static", "none", "nixlv2", "prefiller", "decoder", "0.5", "0.25"),
+    *("http://127.0.0.1:4318", "https://collector.example/otlp"),
     *("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.1", "/run/engine.sock"),
 )
 
