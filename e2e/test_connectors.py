@@ -45,7 +45,7 @@ def push(push_rig: Rig) -> Iterator[Pair]:
 
 
 def test_pushed(push: Pair) -> None:
-    """One at a time: without NIXL's progress thread, which the rig leaves out, the pushing worker has two threads in
+    """One at a time: without NIXL's progress thread, which the rig leaves out, a pushing worker has two threads in
     UCX at once under load, and ends with a segmentation fault now and then (vLLM 0.32, nixl 1.5.1)."""
     questions = Questions(push.decode)
     sidecar = push.serve("--kv-connector", "nixl-push")
