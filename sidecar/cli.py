@@ -17,7 +17,7 @@ import uvloop
 import yaml
 from aiohttp import web
 
-from sidecar import __version__, compat, config, log, tls
+from sidecar import __version__, compat, config, log, replay, tls
 from sidecar.admin.app import application
 from sidecar.admin.health import Health
 from sidecar.admin.observer import Observer
@@ -64,9 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=f"{text}. {environment}", add_help=False)
         command.add_argument("-h", "--help", action="help", help="show this text")
         config.add_flags(command)
+    commands.add_parser("replay", help="what other rules would have made of recorded decisions", add_help=False)
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
         argv.insert(0, "serve")  # as the image that this one replaces is started
+    if argv[:1] == ["replay"]:
+        return replay.main(argv[1:])
     if not argv or argv[0] not in commands.choices or {"-h", "--help"} & set(argv[1:]):
         parser.parse_args(argv)
     command_name = argv[0]

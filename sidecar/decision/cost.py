@@ -96,7 +96,7 @@ class Verdict(msgspec.Struct, frozen=True):
     local_seconds: float = 0.0
     remote_seconds: float = 0.0
     stall_seconds: float = 0.0
-    """What the running streams lose, weighted, if the prompt is computed here."""
+    """What the running streams lose together if the prompt is computed here, before it is weighted."""
     static: str = ""
     """Why the static rule decided: `off`, `stale` (the engine does not tell its load) or `unfitted` (samples are
     wanting); "" if the costs did."""
@@ -154,15 +154,16 @@ class Costs:
         wait_there_s = self.prefill.coefficients[1] * inputs.prefill_ahead / 1000
         beyond_s = self.prefill.at(_prefill(tokens)) + self.pull.at((1.0, new / 1000))
         remote_s = wait_there_s + beyond_s
-        stall_s = self.weight * inputs.streams * compute_s
+        stall_s = inputs.streams * compute_s
+        all_local_s = local_s + self.weight * stall_s
         bias = 1 + (HYSTERESIS if not self.was_remote else -HYSTERESIS)
-        is_remote = local_s + stall_s > remote_s * bias
+        is_remote = all_local_s > remote_s * bias
         if is_remote:
             reason = "decode_busy" if local_s <= remote_s * bias else "cost"
         elif is_idle:
             reason = "decode_idle"
         else:
-            reason = "prefill_busy" if local_s + stall_s > beyond_s * bias else "cost"
+            reason = "prefill_busy" if all_local_s > beyond_s * bias else "cost"
         self.was_remote = is_remote
         return Verdict(is_remote, reason, local_s, remote_s, stall_s)
 

@@ -1,0 +1,94 @@
+"""Recorded decisions through other rules: choices, prices, and what cannot be judged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidecar.cli import main
+from sidecar.decision.replay import RULES, BadRule, judge, make_rule, priced
+
+
+def record(
+    tokens: int = 1000, cached: int = 0, *, decided: str = "remote", ahead: int = 0, **predicted: float
+) -> Any:
+    prices = {"local_seconds": 1.0, "remote_seconds": 2.0, "stall_seconds": 4.0, "static": "", **predicted}
+    inputs = {"tokens": tokens, "cached": cached, "streams": 4.0, "prefill_ahead": ahead}
+    return {"decided": decided, "inputs": inputs, "predicted": prices}
+
+
+@pytest.mark.parametrize(
+    ("rule", "made_of", "remote"),
+    [
+        ("local", record(), False),
+        ("remote", record(), True),
+        ("recorded", record(decided="local"), False),
+        ("recorded", record(), True),
+        ("static", record(255), False),
+        ("static", record(256), True),
+        ("static", record(1000, 745), False),
+        ("static:1000", record(1000), True),
+        ("llm-d", record(127), False),
+        ("llm-d:0", record(1), True),
+        ("dynamo", record(2000), True),  # all of it is new
+        ("dynamo", record(4000, 2000), False),  # half of it is, and less than 2048
+        ("dynamo", record(9000, 5000), True),
+        ("dynamo", record(9000, ahead=1_000_000), False),
+        ("cost", record(), True),
+        ("cost:0.2", record(), False),
+        ("cost:0", record(remote_seconds=0.5), True),
+    ],
+)
+def test_choices(rule: str, made_of: Any, remote: bool) -> None:
+    assert make_rule(rule)(made_of) is remote
+
+
+@pytest.mark.parametrize("rule", ["", "nonsense", "cost:", "static:many", "local:1"])
+def test_no_rule(rule: str) -> None:
+    with pytest.raises(BadRule):
+        make_rule(rule)
+
+
+def test_prices() -> None:
+    records = [record(), record(decided="local", local_seconds=0.5, stall_seconds=0.0)]
+    local, remote, recorded = (judge(rule, records) for rule in ("local", "remote", "recorded"))
+    assert (local.remote, local.changed, local.wait_seconds, local.stall_seconds) == (0, 1, 0.75, 4.0)
+    assert (remote.remote, remote.changed, remote.wait_seconds, remote.stall_seconds) == (2, 1, 2.0, 0.0)
+    assert (recorded.changed, recorded.worst_wait_seconds) == (0, 2.0)
+
+
+def test_only_what_was_priced_is_judged() -> None:
+    records = [record(), record(remote_seconds=0.0), {"decided": "local"}, {"decided": "local", "inputs": {}}]
+    assert len(priced(records)) == 1
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "decisions"
+    for text in (json.dumps([record()] * 3), "\n".join([json.dumps(record())] * 3)):
+        log.write_text(text)
+        assert main(["replay", str(log)]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith("3 decisions of the cost rule\n")
+        assert all(rule in shown for rule in RULES)
+    assert main(["replay", str(log), "--rule", "cost:0.5", "--rule", "local"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"), [("{", "local"), ("[1]", "local"), ("[]", "nonsense"), (None, "local")]
+)
+def test_mistakes(tmp_path: Path, content: str | None, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "decisions"
+    if content is not None:
+        log.write_text(content)
+    assert main(["replay", str(log), "--rule", rule]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pd-sidecar: replay: {log}: ")
+
+
+def test_nothing_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "decisions"
+    log.write_text("[]")
+    assert main(["replay", str(log)]) == 0
+    assert capsys.readouterr().out.startswith("0 decisions")
