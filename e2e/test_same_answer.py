@@ -233,3 +233,28 @@ def test_a_prompt_that_fills_the_engine(pair: Pair, sidecar: Sidecar) -> None:
     answer = ask(sidecar, COMPLETIONS, body)
     assert answer.decision.startswith("remote")
     assert text_of(answer) == text_of(ask(pair.decode, COMPLETIONS, {**body, "cache_salt": prompt(30)}))
+
+
+@pytest.mark.parametrize("switch", ["on", "off"])
+def test_the_prompt_is_tokenised_once(pair: Pair, switch: str) -> None:
+    """Decode gets the ids that prefill made of the prompt, so both mean the same; the answer says nothing."""
+    tap = pair.tap(pair.prefill)
+    door = pair.tap(pair.decode)
+    sidecar = pair.serve("--tokenize-once", switch, prefill=tap.address, decode_port=door.port)
+    body = request_body(CHAT, prompt_for(CHAT, 300))
+    answer = ask(sidecar, CHAT, body)
+    assert answer.decision.startswith("remote")
+    (prefill,), (decode,) = tap.seen, [one for one in door.seen if one.path == CHAT.path]
+    ids = decode.json["kv_transfer_params"].get("prompt_token_ids")
+    assert (ids is not None) is (switch == "on")
+    assert prefill.json.get("return_token_ids", False) is (switch == "on")
+    assert {key: value for key, value in decode.json.items() if key != "kv_transfer_params"} == body
+    assert "prompt_token_ids" not in answer.json or answer.json["prompt_token_ids"] is None
+    assert text_of(answer) == text_of(ask(pair.decode, CHAT, {**body, "cache_salt": f"straight {switch}"}))
+    if ids is not None:
+        told = pair.decode.request("POST", "/tokenize", {"model": "tiny", "messages": body["messages"]}).json()
+        assert ids == told["tokens"]
+        # The engine believes the ids, not the text: another prompt's text changes nothing.
+        other = {**body, "messages": [{"role": "user", "content": "another"}], "cache_salt": "ids"}
+        by_ids = ask(pair.decode, CHAT, {**other, "kv_transfer_params": {"prompt_token_ids": ids}})
+        assert text_of(by_ids) == text_of(answer)

@@ -139,6 +139,12 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
             "empty: VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, else the engine's host and 5600"
         ),
     ] = ""
+    tokenize_once: Annotated[
+        Literal["on", "off"],
+        _m(
+            "chat of text: decode takes the token ids of prefill, so both mean the same prompt and one tokenises it"
+        ),
+    ] = "on"
     warm_up: Annotated[
         Literal["on", "off"],
         _m("send one tiny request through each new pair of engines, so that no user's request has to connect them"),

@@ -45,8 +45,11 @@ class Handoff(msgspec.Struct, frozen=True):
     highest_block: int = -1
     cached_tokens: int | None = None
     """Prompt tokens that the prefill engine took from its cache, if the decode engine will not say so itself."""
+    token_ids: bytes = b""
+    """The prompt as the prefill engine tokenised it, a JSON array that decode takes in place of its text; b"" if it
+    is to tokenise by itself."""
     prefill_cached_tokens: int = 0
-    """The same as far as the prefill engine says, in whatever way."""
+    """Prompt tokens that the prefill engine took from its cache, as far as it says."""
 
     @property
     def empty(self) -> bool:
@@ -56,6 +59,13 @@ class Handoff(msgspec.Struct, frozen=True):
         """The same handoff with another address for the handshake. Only those two values change."""
         new = {"remote_host": msgspec.json.encode(host), "remote_port": msgspec.json.encode(port)}
         return msgspec.structs.replace(self, params=replaced(self.params, new))
+
+    def with_token_ids(self) -> bytes:
+        """`params` with the prompt's token ids, where there are any."""
+        if not self.token_ids:
+            return self.params
+        brace = self.params.index(b"{") + 1
+        return b'%b"prompt_token_ids":%b,%b' % (self.params[:brace], self.token_ids, self.params[brace:])
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -102,6 +112,8 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
     """Empty if the answer holds none (a `Raw | None` would not stay raw)."""
     usage: PrefillUsage | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
+    """The same."""
 
 
 @dataclass(frozen=True, slots=True)

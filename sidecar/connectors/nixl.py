@@ -155,7 +155,7 @@ NIXLV2 = Connector(
     prefill_params=_PREFILL_PARAMS,
     read=_read_pull,
     fits=_fits,
-    decode_params=lambda handoff: handoff.params,
+    decode_params=Handoff.with_token_ids,
 )
 
 NIXL_PUSH = Connector(
@@ -168,5 +168,5 @@ NIXL_PUSH = Connector(
     prefill_params=_PREFILL_PARAMS,
     read=_read_push,
     fits=_fits,
-    decode_params=lambda handoff: handoff.params,
+    decode_params=Handoff.with_token_ids,
 )

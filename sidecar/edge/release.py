@@ -27,7 +27,7 @@ class Release(Leg):
         """`headers`: the client's, of which the engine may want to see the key."""
         body = b'{"model":"%b","prompt":[1],"max_tokens":1,"kv_transfer_params":%b}' % (
             _MODEL,
-            service.connector.decode_params(handoff),
+            handoff.params,
         )
         key = b"".join([b"%b: %b\r\n" % header for header in headers if header[0].lower() == b"authorization"])
         head = (

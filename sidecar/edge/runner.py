@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sidecar.connectors.connector import Handoff, Rejection
-from sidecar.decision.guards import decide
+from sidecar.decision.guards import Kind, decide
 from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable, decoded
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
@@ -127,6 +127,7 @@ class Runner:
             recompute=settings.on_prefill_failure == "recompute",
             lease_s=settings.handoff_max_age,
             on_attempt=service.observer.prefill_attempt,
+            wants_token_ids=decision.kind is Kind.REMOTE and self._wants_token_ids(),
         )
         self._do(self._exchange.start())
 
@@ -190,6 +191,13 @@ class Runner:
         self._body = body
         request.body = b""
 
+    def _wants_token_ids(self) -> bool:
+        """Whether the decode leg may have the prompt as the prefill leg tokenised it: text alone."""
+        api, service = self._api, self._service
+        if api is None or not api.passes_token_ids or service.settings.tokenize_once == "off":
+            return False
+        return service.connector.hands_off and api.media_url not in bytes(self._members[api.prompt[0]])
+
     # -- commands ------------------------------------------------------------------------------------------
 
     def _do(self, command: life.Command) -> None:
@@ -206,7 +214,13 @@ class Runner:
             left_s = self._times.prefill_sent + service.settings.prefill_timeout - time.monotonic()
             self._timer = loop.call_later(max(left_s, 0.0), self._prefill_timed_out)
         assert self._api is not None
-        body = prefill_body(self._api, self._members, service.connector.prefill_params)
+        assert self._exchange is not None
+        body = prefill_body(
+            self._api,
+            self._members,
+            service.connector.prefill_params,
+            wants_token_ids=self._exchange.wants_token_ids,
+        )
         head = b"POST %b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
             self._request.target,
             self._request.prefill_block(endpoint.label.encode()),

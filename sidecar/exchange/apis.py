@@ -45,6 +45,9 @@ class Api:
     """SSE event types that may stand before an error, so they do not prove that the pull worked."""
     preamble_data: bytes = b""
     """The same for APIs without event types: what such an event's data contains."""
+    passes_token_ids: bool = False
+    """The engine gives the prompt's token ids back for `return_token_ids`, and takes them in place of the prompt in
+    `kv_transfer_params.prompt_token_ids` (renderers/online_renderer.py), if it is text."""
     streams_from_first_token: bool = False
     """The first byte of a streamed answer means that a token is there (others begin with what says nothing)."""
     cached_tokens: bytes = b'"cached_tokens":'
@@ -76,6 +79,7 @@ CHAT = Api(
     never=_NEEDS_LOCAL,
     media_url=b'_url"',
     preamble_data=b'"delta":{"role":"assistant","content":""',
+    passes_token_ids=True,
     streams_from_first_token=True,
 )
 RESPONSES = Api(

@@ -7,6 +7,7 @@ what is reserved, and that a handoff is used once. `close` gives back whatever i
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -88,6 +89,21 @@ class Fault:
 
 
 _decode_answer = msgspec.json.Decoder(PrefillAnswer).decode
+_decode_ids = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]).decode
+
+
+def _token_ids(raw: msgspec.Raw, count: int) -> bytes | Rejection:
+    """The prompt's token ids as the decode engine may have them; b"" if the prefill engine gave none."""
+    given = bytes(raw)
+    if given in (b"", b"null"):
+        return b""
+    try:
+        ids = _decode_ids(given)
+    except msgspec.MsgspecError as error:
+        return Rejection("invalid", f"prompt_token_ids: {str(error).splitlines()[0][:200]}")
+    if len(ids) != count:
+        return Rejection("invalid", f"{len(ids)} prompt_token_ids for {count} prompt tokens")
+    return given
 
 
 class Exchange:
@@ -124,6 +140,7 @@ class Exchange:
         "prompt_tokens",
         "reason",
         "stage",
+        "wants_token_ids",
         "what",
     )
 
@@ -139,9 +156,11 @@ class Exchange:
         recompute: bool,
         lease_s: float,
         on_attempt: Callable[[str], None],
+        wants_token_ids: bool = False,
     ) -> None:
         """`now` is a monotonic clock; `lease_s` is how old a handoff may get; `on_attempt` hears the outcome of
-        each prefill attempt."""
+        each prefill attempt; `wants_token_ids`: the prefill leg asks for the prompt's token ids, for the decode
+        leg."""
         self.decision = decision
         self.what = decision.kind
         """What became of the request so far."""
@@ -172,6 +191,7 @@ class Exchange:
         self._recompute_on_failure = recompute
         self._lease_s = lease_s
         self._tried: list[Endpoint] = []
+        self.wants_token_ids = wants_token_ids
         self._prefilling = False
         self._block_size = 0
         self._checked = False
@@ -230,6 +250,11 @@ class Exchange:
             self._trial = 0
             self.stage = Stage.DECODE
             return Decode(None)
+        if self.wants_token_ids and not result.token_ids:
+            ids = _token_ids(answer.prompt_token_ids, result.prompt_tokens)
+            if isinstance(ids, Rejection):
+                return self._no_kv(ids)
+            result = msgspec.structs.replace(result, token_ids=ids)
         self.handoff = result
         self._handoff_born = born
         self._checked = False

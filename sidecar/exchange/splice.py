@@ -216,10 +216,12 @@ def _spelled(key: str) -> bytes:
     return spelling
 
 
-def prefill_body(api: Api, members: Fields, params: bytes) -> bytes:
+def prefill_body(api: Api, members: Fields, params: bytes, *, wants_token_ids: bool = False) -> bytes:
     """The prefill leg's body: one token, no stream, one sample, nothing that could end it early; `params` is
     the JSON that the connector puts into `kv_transfer_params`, b"" for none."""
     own = {"kv_transfer_params": params} if params else {}
+    if wants_token_ids:
+        own["return_token_ids"] = b"true"
     if not api.sampling:
         return _object(members, {**api.caps, **own}, api.drop)
     inner = members.get(api.sampling)

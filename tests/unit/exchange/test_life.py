@@ -1,6 +1,8 @@
 """The machine, play by play: what the failure table leaves open (order, reservations, breakers, single use)."""
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -709,3 +711,47 @@ def test_with_a_store_nothing_is_attached_and_nothing_checked() -> None:
     assert play >> connected << None >> sent << None >> decoded() << RELAY
     assert play.exchange.summary() == "remote; prefill=10.0.0.5:8000"
     assert world.sent == [None]
+
+
+# -- the prompt's token ids ------------------------------------------------------------------------------------
+
+
+def with_ids(ids: Any) -> bytes:
+    return answer(params(), prompt_tokens=40, prompt_token_ids=ids)
+
+
+def asking_for_ids(world: World) -> Play:
+    play = world.remote()
+    play.exchange.wants_token_ids = True
+    return play
+
+
+def test_decode_takes_the_prompt_as_prefill_tokenised_it(world: World) -> None:
+    ids = list(range(40))
+    play = asking_for_ids(world) >> start << Prefill(world.a) >> prefilled(body=with_ids(ids)) << Check
+    handoff = play.handoff
+    assert json.loads(handoff.with_token_ids())["prompt_token_ids"] == ids
+    assert json.loads(handoff.params) == params(), "what is given back needs none"
+    play = play >> checked() << Decode
+    assert json.loads(play.handoff.with_token_ids())["remote_host"] == "127.77.0.1"
+
+
+@pytest.mark.parametrize("ids", [..., None])
+def test_an_engine_that_gives_none(world: World, ids: Any) -> None:
+    play = asking_for_ids(world) >> start << Prefill(world.a) >> prefilled(body=with_ids(ids)) << Check
+    assert play.handoff.with_token_ids() == play.handoff.params
+
+
+@pytest.mark.parametrize(
+    "ids", [[], list(range(39)), list(range(41)), [-1] * 40, ["x"] * 40, [1.5] * 40, [2**31] * 40, "text", {}, 7]
+)
+def test_ids_that_cannot_be_the_prompts(world: World, ids: Any) -> None:
+    """Other KV than the ids would say: wrong text with 200."""
+    play = asking_for_ids(world) >> start << Prefill(world.a) >> prefilled(body=with_ids(ids)) << LOCAL
+    assert play.exchange.fell_back is TABLE[Stage.HANDOFF, "invalid"]
+
+
+def test_ids_that_nobody_asked_for(world: World) -> None:
+    """A client's own `return_token_ids` goes to both engines; its ids are none of ours."""
+    play = world.remote() >> start << Prefill(world.a) >> prefilled(body=with_ids(list(range(40)))) << Check
+    assert play.handoff.with_token_ids() == play.handoff.params
