@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.decision.guards import Kind, decide
+from sidecar.decision.shape import may_hold_media
 from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable, decoded
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
@@ -196,7 +197,7 @@ class Runner:
         api, service = self._api, self._service
         if api is None or not api.passes_token_ids or service.settings.tokenize_once == "off":
             return False
-        return service.connector.hands_off and api.media_url not in bytes(self._members[api.prompt[0]])
+        return service.connector.hands_off and not may_hold_media(api, self._members[api.prompt[0]])
 
     # -- commands ------------------------------------------------------------------------------------------
 
