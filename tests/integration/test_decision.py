@@ -168,3 +168,25 @@ def test_signals_cut(started: Started) -> None:
     assert {record["reason"] for record in sidecar.decisions()[:4]} == {"long"}
     decode.faults.clear()
     eventually(lambda: stream(sidecar, 400) == "local; reason=decode_idle", 10)
+
+
+def test_what_is_ahead_returns_to_nothing(started: Started) -> None:
+    """Whoever leaves, whatever fails: a count that only grew would send every prompt the other way in the end."""
+    sidecar, prefill, decode = started(
+        *("--recompute-max-concurrent", "64"),
+        prefill={"prefill_seconds_per_1k_tokens": 0.05},
+        seconds_per_token=0.005,
+    )
+    draw = random.Random(8)
+    prefill.fault(Fault(status=500), path="/v1/chat/completions", nth=3)
+    prefill.fault(Fault(reset="before_head"), path="/v1/chat/completions", nth=7)
+    decode.fault(Fault(reset="before_head"), path="/v1/chat/completions", nth=5)
+    for _ in range(60):
+        with sidecar.connect() as client:
+            client.request("POST", CHAT, chat(draw.randrange(100, 600), stream=True, max_tokens=20))
+            time.sleep(draw.random() * 0.05)
+    eventually(lambda: sidecar.in_flight() == 0, 10)
+    time.sleep(1.5)  # longer than a breaker's first pause
+    assert stream(sidecar, 500)
+    inputs = next(one["inputs"] for one in sidecar.decisions() if "inputs" in one)
+    assert (inputs["local_ahead"], inputs["prefill_ahead"]) == (0, 0)
