@@ -91,7 +91,7 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     stall_weight: Annotated[
         float,
         _m("how much a second that running streams lose counts against one that a prompt waits", ge=0, le=1000),
-    ] = 1.0
+    ] = 30.0
     kv_events: Annotated[
         Literal["on", "off"],
         _m("listen for the decode engine's KV events (its --kv-events-config), to know which prefixes it holds"),

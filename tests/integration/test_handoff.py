@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import APIS, CHAT, COMPLETIONS, GENERATE
-from tests.integration.sidecar import Rig, completion, eventually, quick
+from tests.integration.sidecar import Rig, completion, eventually, free_ports, quick
 
 if TYPE_CHECKING:
     from tests.integration.client import Answer
@@ -82,9 +82,10 @@ def test_lying_handoffs(rigged: Callable[..., Rig]) -> None:
     """Cases 1 and 2: none reaches the decode engine, each is answered by the policy and counted by its reason."""
     rig = rigged(prefill={"num_blocks": 4096})
     wrong = []
-    for name, lie in lies().items():
-        # A fresh engine for each, since the breaker soon has enough of one that lies.
-        with ThreadedEngine(num_blocks=4096) as prefill:
+    # A fresh engine for each, since the breaker soon has enough of one that lies, and an address that had none yet.
+    first = free_ports(len(lies()))
+    for port, (name, lie) in enumerate(lies().items(), first):
+        with ThreadedEngine(port=port, num_blocks=4096) as prefill:
             prefill.fault(Fault(handoff=lie), path=COMPLETIONS)
             rig.target = prefill.address
             rig.decode.requests.clear()

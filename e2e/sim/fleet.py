@@ -1,0 +1,237 @@
+"""A fleet on paper: every decode pod has the real decision rules, breakers and endpoint choice; only engines and
+time are modelled. Events come off a heap; nothing waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from e2e.sim.engines import DecodeEngine, PrefillEngine, Speeds
+from sidecar.config import Settings
+from sidecar.decision.cost import Costs
+from sidecar.decision.rules import Rules
+from sidecar.decision.signals import Load
+from sidecar.exchange.budget import Budget
+from sidecar.prefill.address import Address, AllowList
+from sidecar.prefill.endpoints import Endpoint, Endpoints
+
+if TYPE_CHECKING:
+    from e2e.sim.trace import Asked
+
+SCRAPE_S = 1.0
+
+Rule = Callable[[int, int, int], bool]
+"""(prompt tokens, of which decode holds, tokens ahead at prefill) -> remote?"""
+
+PUBLISHED: dict[str, Rule] = {
+    "always local": lambda tokens, cached, ahead: False,
+    "always remote": lambda tokens, cached, ahead: True,
+    "Dynamo": lambda tokens, cached, ahead: (
+        not ((tokens - cached < 2048 and (tokens - cached) / tokens < 0.7) or ahead > 16_384)
+    ),
+    "llm-d": lambda tokens, cached, ahead: tokens - cached >= 256,
+}
+OURS = "pd-sidecar auto"
+RULES = (*PUBLISHED, OURS)
+
+
+@dataclass
+class Seen:
+    """What came of one run."""
+
+    ttft: list[float] = field(default_factory=list)
+    gaps: Counter[float] = field(default_factory=Counter)
+    """Seconds between two tokens, rounded to milliseconds -> how often."""
+    remote: int = 0
+    recomputed: int = 0
+    refused: int = 0
+    most_recomputes: int = 0
+    """At once, on one pod."""
+    share_of_new: float = 0.0
+    """Prompts that an endpoint got in the ten seconds after it joined, over its fair share."""
+
+
+@dataclass(eq=False)
+class Pod:
+    """One decode pod: the engine, and the sidecar's own parts."""
+
+    engine: DecodeEngine
+    endpoints: Endpoints
+    rules: Rules
+    budget: Budget
+
+
+class Fleet:
+    """`rule`: one of `RULES`. `fail_at`: half of the prefill engines die then. `join_at`: one more joins then."""
+
+    def __init__(
+        self,
+        rule: str,
+        decode: int,
+        prefill: int,
+        *,
+        speeds: Speeds | None = None,
+        seed: int = 1,
+        fail_at: float = 0.0,
+        join_at: float = 0.0,
+    ) -> None:
+        self._rule = rule
+        speeds = speeds or Speeds()
+        self.now = 0.0
+        addresses = [Address(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}", 8000) for n in range(prefill)]
+        self._prefill = {address: PrefillEngine(speeds) for address in addresses}
+        self._speeds = speeds
+        self._join_at, self._fail_at = join_at, fail_at
+        self._late = addresses[-1] if join_at else None
+        draw = random.Random(seed)
+        self.pods = []
+        for _ in range(decode):
+            engine = DecodeEngine(speeds)
+            endpoints = Endpoints(addresses, AllowList([]), lambda: self.now)
+            endpoints._random.seed(draw.random())
+            rules = Rules(
+                256,
+                lambda: self.now,
+                costs=Costs.make(Settings().stall_weight),
+                running_now=lambda engine=engine: engine.streams,
+            )
+            self.pods.append(Pod(engine, endpoints, rules, Budget(4, 0)))
+        self.seen = Seen()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def run(self, trace: Sequence[Asked]) -> Seen:
+        for asked in trace:
+            self._at(asked.at, lambda asked=asked: self._arrives(asked))
+        end = trace[-1].at if trace else 0.0
+        for second in range(int(end / SCRAPE_S) + 1):
+            self._at(second * SCRAPE_S, self._scrape)
+        if self._fail_at:
+            self._at(self._fail_at, self._fail)
+        if self._join_at:
+            self._at(self._join_at, lambda: self._count_new(0))
+            self._at(self._join_at + 10.0, lambda: self._count_new(1))
+        while self._events:
+            self.now, _, happen = heapq.heappop(self._events)
+            happen()
+        for pod in self.pods:
+            for seconds, streams in pod.engine.gaps:
+                self.seen.gaps[round(seconds, 3)] += streams
+        return self.seen
+
+    def _at(self, when: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), happen))
+
+    def _scrape(self) -> None:
+        for pod in self.pods:
+            waiting = int(pod.engine.busy_until > self.now + 0.05)
+            pod.rules.signals.tell(Load(pod.engine.streams, waiting, 0.0), self.now)
+
+    def _fail(self) -> None:
+        engines = list(self._prefill.values())
+        for engine in engines[: len(engines) // 2]:
+            engine.alive = False
+
+    def _count_new(self, after: int) -> None:
+        assert self._late is not None
+        engines = self._prefill
+        if not after:
+            for engine in engines.values():
+                engine.prompts = 0
+            return
+        every = sum(engine.prompts for engine in engines.values())
+        self.seen.share_of_new = engines[self._late].prompts * len(engines) / max(every, 1)
+
+    # -- one request --
+
+    def _arrives(self, asked: Asked) -> None:
+        pod = self.pods[asked.pod]
+        candidates = [one for one in pod.endpoints if one.address != self._late or self.now >= self._join_at]
+        if not self._is_remote(pod, asked, candidates):
+            self._local(pod, asked)
+            return
+        tried: list[Endpoint] = []
+        for _ in range(2):
+            endpoint = pod.endpoints.choose(candidates, tried, ordered=False, may_repeat=False)
+            if endpoint is None:
+                break
+            tried.append(endpoint)
+            trial = pod.endpoints.begin(endpoint, asked.tokens)
+            engine = self._prefill[endpoint.address]
+            if engine.alive:
+                self._prefills(pod, asked, endpoint, engine)
+                return
+            pod.endpoints.end(endpoint, asked.tokens)
+            pod.endpoints.failed(endpoint, at_once=True, trial=trial)
+        if not pod.budget.take(asked.tokens):
+            self.seen.refused += 1
+            return
+        self.seen.recomputed += 1
+        self.seen.most_recomputes = max(self.seen.most_recomputes, pod.budget.in_flight)
+        self._local(pod, asked, budgeted=True)
+
+    def _prefills(self, pod: Pod, asked: Asked, endpoint: Endpoint, engine: PrefillEngine) -> None:
+        self.seen.remote += 1
+        ahead = endpoint.tokens_in_flight > asked.tokens
+        self._at(engine.compute(self.now, asked.tokens), lambda: self._prefilled(pod, asked, endpoint, ahead=ahead))
+
+    def _is_remote(self, pod: Pod, asked: Asked, candidates: Sequence[Endpoint]) -> bool:
+        ahead = pod.endpoints.least_tokens_in_flight(candidates)
+        if self._rule != OURS:
+            return PUBLISHED[self._rule](asked.tokens, asked.cached, ahead)
+        if asked.tokens - asked.cached < pod.rules.min_remote_tokens:
+            return False
+        return pod.rules.weigh(asked.tokens, asked.cached, ahead)[1].remote
+
+    def _local(self, pod: Pod, asked: Asked, *, budgeted: bool = False) -> None:
+        ahead = pod.rules.began_here(asked.tokens)
+        first = pod.engine.compute(self.now, asked.tokens - asked.cached, asked.cached)
+
+        def begun() -> None:
+            pod.rules.ended_here(asked.tokens)
+            if budgeted:
+                pod.budget.give_back(asked.tokens)
+            if not ahead and pod.rules.costs is not None:
+                pod.rules.costs.computed_here(asked.tokens - asked.cached, asked.cached, first - asked.at)
+            self._streams(pod, asked)
+
+        self._at(first, begun)
+
+    def _prefilled(self, pod: Pod, asked: Asked, endpoint: Endpoint, *, ahead: bool) -> None:
+        pod.endpoints.end(endpoint, asked.tokens)
+        pod.endpoints.brought_kv(endpoint)
+        costs = pod.rules.costs
+        if costs is not None and not ahead:
+            costs.computed_there(asked.tokens, self.now - asked.at)
+        seconds = self._speeds.pulled(asked.tokens - asked.cached) + pod.engine.step
+
+        def begun() -> None:
+            if costs is not None:
+                costs.pulled(asked.tokens - asked.cached, seconds)
+            self._streams(pod, asked)
+
+        self._at(self.now + seconds, begun)
+
+    def _streams(self, pod: Pod, asked: Asked) -> None:
+        self.seen.ttft.append(self.now - asked.at)
+        engine = pod.engine
+        engine.streams += 1
+        self.seen.gaps[round(engine.step, 3)] += asked.output
+        self._finishes(engine, engine.stopped, self.now + engine.step * asked.output)
+
+    def _finishes(self, engine: DecodeEngine, stopped: float, when: float) -> None:
+        """A stream ends at `when` unless the engine's own clock has stood still meanwhile."""
+
+        def end() -> None:
+            if engine.stopped > stopped:
+                self._finishes(engine, engine.stopped, self.now + engine.stopped - stopped)
+            else:
+                engine.streams -= 1
+
+        self._at(when, end)
