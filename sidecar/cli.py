@@ -34,6 +34,8 @@ from sidecar.edge.server import Server
 from sidecar.edge.service import Live, Service
 from sidecar.exchange.budget import Budget
 from sidecar.prefill.address import Address, AllowList, parse
+from sidecar.prefill.discovery.discovery import Discovery
+from sidecar.prefill.discovery.make import make_source
 from sidecar.prefill.endpoints import Endpoint, Endpoints
 from sidecar.prefill.facts import FactsKeeper
 from sidecar.prefill.gate import Gate
@@ -132,7 +134,7 @@ class Sidecar:
             allow,
             time.monotonic,
             learned=self._gate.learn if self._gate else _ignore,
-            forgotten=self._gate.forget if self._gate else _ignore,
+            forgotten=self._forget,
         )
         self._costs = Costs.make(settings.stall_weight) if settings.decision_rule == "cost" else None
         self._kv_events: list[KvEvents] = []
@@ -147,6 +149,12 @@ class Sidecar:
             if settings.tracing == "on"
             else None
         )
+        source = make_source(settings)
+        if source is not None:
+            self._observer.discovery = Discovery(
+                source, self._endpoints, time.monotonic, self._observer.discovery_failed
+            )
+        self._facts = FactsKeeper(self._background, self._prefill_probe, loop.time)
         self._prefill_pools: dict[Address, EnginePool] = {}
         self._session: aiohttp.ClientSession | None = None
         self._uds_session: aiohttp.ClientSession | None = None
@@ -168,12 +176,13 @@ class Sidecar:
         self._admin = web.AppRunner(app, access_log=None)
         await self._admin.setup()
         await self._listen_admin(self._admin)
-        facts = FactsKeeper(self._background, self._prefill_probe, self._loop.time)
         watch = Watch(self._background, self._prefill_alive, settings.pull_timeout, self._loop.time)
         for rank, probe in enumerate(probes):
             await self._listen(rank, watch, probe)
         self._open_side_channels()
-        self._background.start("facts of prefill endpoints", facts.run(self._endpoints))
+        self._background.start("facts of prefill endpoints", self._facts.run(self._endpoints))
+        if self._observer.discovery is not None:  # nothing waits for it: without endpoints requests are local
+            self._background.start("discovery", self._observer.discovery.run())
         self._background.start("health of the decode engine", health.run())
         if settings.warm_up == "on" and self._gate is not None:
             self._warm_up = self._make_warm_up(self._gate)
@@ -297,8 +306,11 @@ class Sidecar:
             settings.kv_connector,
             len(settings.prefill),
         )
+        if self._observer.discovery is not None:
+            _log.info("prefill endpoints: waiting for --discovery %s; local until then", settings.discovery)
         if not settings.prefill_allow:
-            targets = "only --prefill endpoints" if settings.prefill else "no endpoint at all"
+            flags = ["--prefill"] * bool(settings.prefill) + ["--discovery"] * (settings.discovery != "none")
+            targets = f"only endpoints of {' and '.join(flags)}" if flags else "no endpoint at all"
             _log.info(
                 "x-prefiller-host-port may name %s (others get 403); add --prefill-allow CIDR for more", targets
             )
@@ -357,6 +369,16 @@ class Sidecar:
                 idle_timeout_s=self.settings.engine_idle_timeout,
             )
         return pool
+
+    def _forget(self, endpoint: Endpoint) -> None:
+        """Nobody needs the endpoint any more: what was kept for it is given back."""
+        if self._gate is not None:
+            self._gate.forget(endpoint)
+        self._facts.forget(endpoint)
+        self._observer.forget(endpoint)
+        pool = self._prefill_pools.get(endpoint.address)
+        if pool is not None:
+            pool.sweep(float("inf"))
 
     async def _sweep_pools(self) -> None:
         while True:

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from sidecar.connectors import CONNECTORS
 from sidecar.prefill.address import AllowList, BadAddress, canonical_host, parse
+from sidecar.prefill.discovery.spec import BadSpec, parse_spec
 
 ENV_PREFIX = "PD_SIDECAR_"
 
@@ -42,7 +43,8 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     data_parallel_size: Annotated[int, _m("local decode ranks", ge=1, le=256)] = 1
     metrics_host: Annotated[str, _m("address of the admin port; empty: every one")] = ""
     metrics_port: Annotated[
-        int, _m("admin port: /metrics /livez /readyz /startupz /config /decisions /disagg", ge=1, le=65535)
+        int,
+        _m("admin port: /metrics /livez /readyz /startupz /config /decisions /endpoints /disagg", ge=1, le=65535),
     ] = 9090
     disagg: Annotated[
         Literal["off", "on", "auto"],
@@ -81,6 +83,13 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     probe_token_file: Annotated[
         str, _m("file with the bearer key for probes of engines and warm-up; taken over when it changes")
     ] = ""
+    discovery: Annotated[
+        str,
+        _m(
+            "where prefill endpoints are found besides: kubernetes, dns:NAME:PORT (headless Service), "
+            "file:PATH (HOST:PORT a line, or a YAML list; read again when it changes) or none"
+        ),
+    ] = "none"
     min_remote_tokens: Annotated[
         int, _m("auto: prompts of fewer tokens stay local; 0: every prompt may go remote", ge=0)
     ] = 256
@@ -373,6 +382,7 @@ def _problems(name: str, value: Any) -> list[str]:
         "local-side-channel": parse,
         "model-server-host": canonical_host,
         "host": canonical_host,
+        "discovery": parse_spec,
         "metrics-host": canonical_host,
     }
     problems = []
@@ -380,7 +390,7 @@ def _problems(name: str, value: Any) -> list[str]:
     for entry in entries if name in checks else ():
         try:
             checks[name](entry)
-        except BadAddress as error:
+        except (BadAddress, BadSpec) as error:
             problems.append(str(error))
     return problems
 

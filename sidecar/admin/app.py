@@ -17,7 +17,7 @@ _MAX_SWITCH_BYTES = 64
 
 
 def application(settings: config.Settings, observer: Observer, switch: Switch, health: Health) -> web.Application:
-    """/metrics, /livez, /readyz, /startupz, /config, /decisions, /disagg."""
+    """/metrics, /livez, /readyz, /startupz, /config, /decisions, /endpoints, /disagg."""
     registry = CollectorRegistry()
     registry.register(observer.collection)
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -44,6 +44,9 @@ def application(settings: config.Settings, observer: Observer, switch: Switch, h
     async def decisions(_request: web.Request) -> web.Response:
         return web.json_response(observer.decisions())
 
+    async def endpoints(_request: web.Request) -> web.Response:
+        return web.json_response(observer.endpoints())
+
     async def read_switch(_request: web.Request) -> web.Response:
         return web.Response(text=f"{switch.mode.value}\n")
 
@@ -62,6 +65,7 @@ def application(settings: config.Settings, observer: Observer, switch: Switch, h
     app.router.add_get("/startupz", startupz)
     app.router.add_get("/config", effective_config)
     app.router.add_get("/decisions", decisions)
+    app.router.add_get("/endpoints", endpoints)
     app.router.add_get("/disagg", read_switch)
     app.router.add_put("/disagg", turn_switch)
     return app

@@ -10,11 +10,12 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sidecar import __version__
+from sidecar.admin.endpoints import shown
 from sidecar.admin.metrics import Collection, Counter, Gauge, Histogram
 from sidecar.decision.guards import Decision, Kind
 from sidecar.edge.service import Times
@@ -24,6 +25,9 @@ from sidecar.exchange.life import Exchange
 from sidecar.log import Limited
 from sidecar.prefill.breaker import State
 from sidecar.prefill.endpoints import Endpoint, Endpoints
+
+if TYPE_CHECKING:
+    from sidecar.prefill.discovery.discovery import Discovery
 
 DECISIONS_KEPT = 256
 
@@ -54,6 +58,8 @@ class Observer:
         """One for each rank whose KV events are followed."""
         self.certificate_ends: Callable[[], float] = lambda: 0.0
         """When the serving certificate ends, as Unix time; 0.0: there is none."""
+        self.discovery: Discovery | None = None
+        """Where endpoints are found, if anywhere. It reports its failures here, so it is made later."""
 
         self.requests: Counter[tuple[str, str, str, str]] = Counter(
             "requests",
@@ -107,6 +113,9 @@ class Observer:
         self.traces: Counter[tuple[str]] = Counter(
             "traces", "Traced requests by what became of their spans: exported, failed, overflow", ("outcome",)
         )
+        self.discovery_errors: Counter[tuple[str]] = Counter(
+            "discovery_errors", "Failed attempts to hear of prefill endpoints", ("reason",)
+        )
         self.decision_time: Histogram[tuple[()]] = Histogram(
             "decision_seconds", "From the complete request to the decision", (), _OVERHEAD_SECONDS
         )
@@ -141,6 +150,19 @@ class Observer:
                     (),
                     lambda: [((), ends)] if (ends := self.certificate_ends()) else [],
                 ),
+                self.discovery_errors,
+                Gauge(
+                    "discovery_endpoints",
+                    "Prefill endpoints that --discovery tells of; only ready ones get requests",
+                    ("state",),
+                    self._read_discovered,
+                ),
+                Gauge(
+                    "discovery_age_seconds",
+                    "Since --discovery last told or confirmed anything",
+                    (),
+                    lambda: [((), self.discovery.age_s)] if self.discovery is not None else [],
+                ),
                 Gauge(
                     "inflight", "Open legs", ("leg",), lambda: [((leg,), n) for leg, n in self.in_flight.items()]
                 ),
@@ -168,6 +190,11 @@ class Observer:
             )
         )
 
+    def _read_discovered(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        if self.discovery is None:
+            return []
+        return [((standing.value,), float(count)) for standing, count in self.discovery.counts()]
+
     def _read_breakers(self) -> Iterable[tuple[tuple[str, ...], float]]:
         return [((endpoint.label,), float(endpoint.breaker.state)) for endpoint in self._endpoints]
 
@@ -193,6 +220,14 @@ class Observer:
         self.tls_handshakes.add((outcome,))
         if outcome != "ok":
             self._limited.warning(f"tls {outcome}", "TLS handshake with a client failed: %s", detail)
+
+    def discovery_failed(self, reason: str) -> None:
+        """The source of endpoints could not tell."""
+        self.discovery_errors.add((reason,))
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """Nothing is kept for the endpoint any more."""
+        self._breakers.pop(endpoint.label, None)
 
     def _read_blocked(self) -> Iterable[tuple[tuple[str, ...], float]]:
         return [((endpoint.label, endpoint.blocked), 1.0) for endpoint in self._endpoints if endpoint.blocked]
@@ -239,6 +274,10 @@ class Observer:
         """The last decisions, newest first."""
         return [_decision_record(*finished) for finished in reversed(self._recent)]
 
+    def endpoints(self) -> dict[str, Any]:
+        """What is known of the prefill endpoints."""
+        return shown(self._endpoints, self.discovery)
+
     def _time(self, what: str, status: int, times: Times) -> None:
         if times.prefill_done:
             self.prefill_time.observe((), times.prefill_done - times.prefill_sent)
@@ -277,7 +316,7 @@ class Observer:
             self.fallbacks.add((str(row.stage), row.fault))
 
     def _tell_changes(self, endpoint: Endpoint) -> None:
-        state = endpoint.breaker.state
+        state = endpoint.breaker.state if not endpoint.forgotten else State.CLOSED
         was = self._breakers.get(endpoint.label, State.CLOSED)
         if state is not was:
             if state is State.CLOSED:

@@ -111,7 +111,7 @@ def decide(
         is_exact=is_exact,
         prompt_bytes=size_bytes,
         candidates=tuple(candidates),
-        ordered=candidates is not endpoints.configured,
+        ordered=candidates is not endpoints.members,
     )
     return decision if mode is Mode.ON else _auto(decision, api, members, endpoints, rules)
 

@@ -5,7 +5,7 @@ the prefill engine to free the blocks (vLLM 0.32, generate/base/serving.py: noti
 lives beside the request that the handoff came from, which may be over. Nobody waits for its answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from sidecar.connectors.connector import Handoff
@@ -23,8 +23,8 @@ _MODEL = b"pd-sidecar/released-handoff"
 class Release(Leg):
     """One handoff on its way back, for at most `--pull-timeout`."""
 
-    def __init__(self, service: Service, handoff: Handoff, headers: Headers) -> None:
-        """`headers`: the client's, of which the engine may want to see the key."""
+    def __init__(self, service: Service, handoff: Handoff, headers: Headers, over: Callable[[], None]) -> None:
+        """`headers`: the client's, of which the engine may want to see the key. `over` is called in the end."""
         body = b'{"model":"%b","prompt":[1],"max_tokens":1,"kv_transfer_params":%b}' % (
             _MODEL,
             handoff.params,
@@ -36,6 +36,7 @@ class Release(Leg):
         ) % (key, len(body))
         super().__init__(cast("Runner", None), (head, body))
         self._observer = service.observer
+        self._over = over
         self._observer.leg_started("release")
         self._timer = service.loop.call_later(service.settings.pull_timeout, self._end)
         self.acquire(service.engine)
@@ -45,6 +46,7 @@ class Release(Leg):
             self._timer.cancel()
             self._observer.leg_ended("release")
             self.drop()
+            self._over()
 
     def head(self, head: Head) -> None:
         """Whatever it says."""

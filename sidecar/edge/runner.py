@@ -7,6 +7,7 @@ A `Runner` belongs to one request of one client connection and talks to at most 
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sidecar.connectors.connector import Handoff, Rejection
@@ -363,9 +364,11 @@ class Runner:
 
     def _give_back(self) -> None:
         assert self._exchange is not None
-        handoff = self._exchange.take_release()
-        if handoff is not None:
-            Release(self._service, handoff, self._request.headers)
+        handoff, endpoint = self._exchange.take_release(), self._exchange.prefill_endpoint
+        if handoff is not None and endpoint is not None:
+            endpoints = self._service.endpoints
+            endpoints.hold(endpoint)  # its side channel is needed once more
+            Release(self._service, handoff, self._request.headers, partial(endpoints.let_go, endpoint))
 
     def _stop_watching(self) -> None:
         if self._unwatch is not None:
@@ -499,8 +502,8 @@ class Runner:
         self._times.end = time.monotonic()
         exchange = self._exchange
         if exchange is not None:
-            exchange.close()
             self._give_back()
+            exchange.close()
             self._end_here()
             if self._api is not None:
                 learn(self._service.rules, self._api, exchange, self._times, self._status, self._ahead)

@@ -119,6 +119,7 @@ class Exchange:
         "_endpoints",
         "_handoff_born",
         "_held_tokens",
+        "_holds_endpoint",
         "_lease_s",
         "_now",
         "_prefilling",
@@ -202,6 +203,7 @@ class Exchange:
         self._client_left = False
         self._trial = 0
         """Number of this request as its breaker's trial, while it has not said how it went."""
+        self._holds_endpoint = False
         self._held_tokens = -1
         self._handoff_born = 0.0
 
@@ -408,7 +410,7 @@ class Exchange:
         self._attempts_left -= 1
         self._tried.append(endpoint)
         self.prefill_endpoint = endpoint
-        self._prefilling = True
+        self._prefilling = self._holds_endpoint = True
         self.prefill_ahead = endpoint.tokens_in_flight
         self._trial = self._endpoints.begin(endpoint, decision.estimated_tokens)
         return Prefill(endpoint)
@@ -426,9 +428,14 @@ class Exchange:
 
     def _leave_endpoint(self) -> None:
         """Nothing more will be heard of the present endpoint; a trial without a verdict is no verdict."""
-        if self._trial and self.prefill_endpoint is not None:
-            self.prefill_endpoint.breaker.abandoned(self._trial)
+        endpoint = self.prefill_endpoint
+        if not self._holds_endpoint or endpoint is None:
+            return
+        self._holds_endpoint = False
+        if self._trial:
+            endpoint.breaker.abandoned(self._trial)
         self._trial = 0
+        self._endpoints.let_go(endpoint)
 
     def _blame(self, endpoint: Endpoint, fault: str) -> None:
         # What costs a timeout, or can be known at once, is not tried again and again.
@@ -452,6 +459,7 @@ class Exchange:
             self.fell_back = row
         self.reason = reason
         self.stage = Stage.DECODE
+        self._leave_endpoint()
         return Decode(None)
 
     def _pulled(self) -> None:
@@ -462,6 +470,7 @@ class Exchange:
 
     def _streaming(self) -> None:
         self.stage = Stage.STREAMING
+        self._leave_endpoint()
         self._give_back_budget()  # the prompt is computed; from here on it is a stream like any other
 
     def _strand(self) -> None:

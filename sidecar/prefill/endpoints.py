@@ -1,11 +1,12 @@
 """The known prefill endpoints and the choice among them. Decides, and does no I/O.
 
-An endpoint is known because it is configured or because an allowed header named it; the latter are forgotten
-when they are idle and their number grows beyond a bound.
+An endpoint is known because it is configured, because discovery tells of it, or because an allowed header named it;
+the last are forgotten when they are idle and their number grows beyond a bound. One that leaves gets no new request
+from that moment on; what was kept for it is given back when the requests that it has are through with it.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sidecar.connectors.connector import EngineFacts
@@ -15,6 +16,12 @@ from transport.prober import Endpoint as SideChannel
 
 MAX_ENDPOINTS = 512
 """Endpoints that headers brought, kept at once: bounds memory and label sets."""
+
+MAX_DISCOVERED = 1024
+"""Endpoints that discovery brings, kept at once: the same reason, and as many side channels can be watched."""
+
+DEPARTED_FOR_S = 60.0
+"""A gateway that names an endpoint may know of its end a moment later than we do."""
 
 NO_KV_TO_BE_INEFFECTIVE = 5
 """Prefill answers in a row without a usable handoff until `effective` reads 0."""
@@ -30,18 +37,23 @@ class Endpoint:
 
     address: Address
     configured: bool
+    discovered: bool = False
     label: str = ""
     in_flight: int = 0
     tokens_in_flight: int = 0
     """Prompt tokens of the prefill legs that are under way, as estimated."""
+    users: int = 0
+    """Requests that may still need something of it: a prefill leg, its side channel, its breaker."""
     breaker: Breaker = field(default_factory=Breaker)
     facts: EngineFacts = field(default_factory=EngineFacts)
     peer_host: str = ""
     """IP address that last answered here; what a handoff may name besides the configured host."""
     side_channels: dict[SideChannel, bool] = field(default_factory=dict)
     """Side channels of the engines behind the address; whether a handoff has named them (else the usual port)."""
+    leaving: bool = False
+    """It gets no new request; those that hold it are its last."""
     forgotten: bool = False
-    """It made room for others; requests that still hold it are its last."""
+    """Nothing is kept for it any more."""
     blocked: str = ""
     """Why nothing can be pulled from here at present: `incompatible` or `side_channel_dead`."""
 
@@ -50,7 +62,7 @@ class Endpoint:
 
     def admits(self, now: float) -> bool:
         """Whether a prefill may be sent here."""
-        return not self.blocked and self.breaker.admits(now)
+        return not self.blocked and not self.leaving and self.breaker.admits(now)
 
     @property
     def hosts(self) -> frozenset[str]:
@@ -69,13 +81,22 @@ class Endpoints:
         learned: Callable[[Endpoint], None] = lambda _endpoint: None,
         forgotten: Callable[[Endpoint], None] = lambda _endpoint: None,
     ) -> None:
-        """`learned` and `forgotten` hear of endpoints that headers bring and that make room for others."""
+        """`learned` hears of endpoints that headers or discovery bring, `forgotten` of those that nobody needs any
+        more: what was kept for them can be given back."""
         self._learned = learned
         self._forgotten = forgotten
         self._now = now
         self._allow = allow
         self.configured = [Endpoint(address, configured=True) for address in dict.fromkeys(configured)]
+        self.members: Sequence[Endpoint] = self.configured
+        """The candidates of a request whose header names none: configured and discovered ones. Replaced as a whole
+        when discovery brings news, never changed."""
         self._known = {endpoint.address: endpoint for endpoint in self.configured}
+        self._leaving: dict[Address, Endpoint] = {}
+        self._departed: dict[Address, float] = {}
+        """Addresses that discovery took away, and when."""
+        self._unready: frozenset[Address] = frozenset()
+        """Addresses that discovery knows and does not let us use."""
         self._header_cache: dict[bytes, tuple[Address, ...]] = {}
         self._no_kv = 0
         self._random = random.Random()  # noqa: S311
@@ -83,17 +104,23 @@ class Endpoints:
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self._known.values())
 
-    def candidates(self, header: list[bytes]) -> list[Endpoint]:
-        """Who may prefill this request: the header's endpoints in their order, else the configured ones.
+    @property
+    def leaving(self) -> Iterable[Endpoint]:
+        """Those that left and still have requests."""
+        return self._leaving.values()
+
+    def candidates(self, header: list[bytes]) -> Sequence[Endpoint]:
+        """Who may prefill this request: the header's endpoints in their order, else `members`. Where the header
+        names only endpoints that have just left, `members` too: the gateway's news are a moment behind ours.
 
         Raises `BadAddress` for a header that is no address, `NotAllowed` if it names only foreign ones.
         """
         value = b",".join(header) if len(header) > 1 else header[0] if header else b""
         if not value.strip(b" ,\t"):  # a gateway may say "none" by an empty field
-            return self.configured
+            return self.members
         return self._named(value)
 
-    def _named(self, value: bytes) -> list[Endpoint]:
+    def _named(self, value: bytes) -> Sequence[Endpoint]:
         addresses = self._header_cache.get(value)
         if addresses is None:
             addresses = self._parse_header(value)
@@ -103,11 +130,13 @@ class Endpoints:
         found = []
         for address in addresses:
             endpoint = self._known.get(address)
-            if endpoint is None and self._allow.admits(address):
+            if endpoint is None and self._allow.admits(address) and not self._has_departed(address):
                 endpoint = self._learn(address)
             if endpoint is not None:
                 found.append(endpoint)
         if not found:
+            if any(map(self._has_departed, addresses)):
+                return self.members
             raise NotAllowed(", ".join(map(str, addresses[:3])) + (", ..." if len(addresses) > 3 else ""))
         return found
 
@@ -125,16 +154,81 @@ class Endpoints:
         return addresses
 
     def _learn(self, address: Address) -> Endpoint:
-        if len(self._known) >= len(self.configured) + MAX_ENDPOINTS:
-            for old in list(self._known.values()):
-                if not old.configured and not old.in_flight:
+        brought = [one for one in self._known.values() if not one.configured and not one.discovered]
+        if len(brought) >= MAX_ENDPOINTS:
+            for old in brought:
+                if not old.users:
                     del self._known[old.address]
-                    old.forgotten = True
-                    self._forgotten(old)
+                    self._forget(old)
                     break
-        endpoint = self._known[address] = Endpoint(address, configured=False)
-        self._learned(endpoint)
+        return self._add(address)
+
+    def _add(self, address: Address) -> Endpoint:
+        endpoint = self._leaving.pop(address, None)
+        if endpoint is not None:  # it is back before its last request ended: what is known of it still holds
+            endpoint.leaving = False
+        else:
+            endpoint = Endpoint(address, configured=False)
+            self._learned(endpoint)
+        self._known[address] = endpoint
         return endpoint
+
+    # -- what discovery tells --
+
+    def discovered(self, present: Mapping[Address, bool]) -> tuple[list[Address], list[Address]]:
+        """The whole set that a source knows: address -> whether it may get requests. Returns who joined, who left.
+
+        Of more than `MAX_DISCOVERED` the first by address are used.
+        """
+        usable = {address for address, is_usable in present.items() if is_usable}
+        if len(usable) > MAX_DISCOVERED:
+            usable = set(sorted(usable)[:MAX_DISCOVERED])
+        left = [one.address for one in self._known.values() if one.discovered and one.address not in usable]
+        joined = []
+        for address in sorted(usable):
+            endpoint = self._known.get(address) or self._add(address)
+            if not endpoint.discovered:
+                endpoint.discovered = True
+                joined.append(address)
+        now = self._now()
+        self._unready = frozenset(present) - usable
+        for address in {*left, *self._unready}:
+            self._depart(address, now)
+        for address, since in list(self._departed.items()):
+            if address in usable or now - since >= DEPARTED_FOR_S:
+                del self._departed[address]
+        if joined or left:
+            found = [one for one in self._known.values() if one.discovered and not one.configured]
+            self.members = [*self.configured, *found]
+        return joined, left
+
+    def _depart(self, address: Address, now: float) -> None:
+        self._departed.pop(address, None)
+        while len(self._departed) >= 4 * MAX_DISCOVERED:
+            del self._departed[next(iter(self._departed))]
+        self._departed[address] = now
+        endpoint = self._known.get(address)
+        if endpoint is None:
+            return
+        endpoint.discovered = False
+        if endpoint.configured:  # the flag's word counts for as long as we run
+            return
+        del self._known[address]
+        endpoint.leaving = True
+        if endpoint.users:
+            self._leaving[address] = endpoint
+        else:
+            self._forget(endpoint)
+
+    def _has_departed(self, address: Address) -> bool:
+        if address in self._unready:
+            return True
+        since = self._departed.get(address)
+        return since is not None and self._now() - since < DEPARTED_FOR_S
+
+    def _forget(self, endpoint: Endpoint) -> None:
+        endpoint.leaving = endpoint.forgotten = True
+        self._forgotten(endpoint)
 
     def choose(
         self, candidates: Sequence[Endpoint], tried: list[Endpoint], *, ordered: bool, may_repeat: bool
@@ -171,11 +265,24 @@ class Endpoints:
         trial, else 0."""
         endpoint.in_flight += 1
         endpoint.tokens_in_flight += tokens
+        endpoint.users += 1
         return endpoint.breaker.begin()
 
     def end(self, endpoint: Endpoint, tokens: int) -> None:
+        """The prefill leg is over; what it brought may still need the endpoint."""
         endpoint.in_flight -= 1
         endpoint.tokens_in_flight -= tokens
+
+    def hold(self, endpoint: Endpoint) -> None:
+        """Something of a request outlives it and needs the endpoint until it lets go."""
+        endpoint.users += 1
+
+    def let_go(self, endpoint: Endpoint) -> None:
+        """A request that began needs nothing of the endpoint any more."""
+        endpoint.users -= 1
+        if endpoint.leaving and not endpoint.users and not endpoint.forgotten:
+            del self._leaving[endpoint.address]
+            self._forget(endpoint)
 
     def failed(self, endpoint: Endpoint, *, at_once: bool, trial: int) -> None:
         """Counts a failure against the endpoint."""

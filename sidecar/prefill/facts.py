@@ -43,8 +43,14 @@ class FactsKeeper:
         self._next[endpoint] = now + PAUSE_S
         self._background.start(f"facts of {endpoint.label}", self._ask(endpoint))
 
+    def forget(self, endpoint: Endpoint) -> None:
+        """Nothing is kept for the endpoint any more."""
+        self._next.pop(endpoint, None)
+
     async def _ask(self, endpoint: Endpoint) -> None:
         facts = await self._probe(endpoint).facts(TIMEOUT_S)
+        if endpoint.forgotten:
+            return
         if facts.block_size and not endpoint.facts.engine_id:  # the side channel's word counts for more
             endpoint.facts = facts
             self._next[endpoint] = self._now() + REFRESH_S

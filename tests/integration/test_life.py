@@ -382,7 +382,7 @@ def test_end_in_every_stage(draining: Callable[..., Rig]) -> None:
 
 
 def test_admin_port(rig: Rig) -> None:
-    for path in ("/livez", "/readyz", "/startupz", "/metrics", "/config", "/decisions", "/disagg"):
+    for path in ("/livez", "/readyz", "/startupz", "/metrics", "/config", "/decisions", "/endpoints", "/disagg"):
         assert rig.sidecar.admin("GET", path)[0] == 200
     assert rig.sidecar.admin("GET", "/nothing")[0] == 404
     assert rig.sidecar.admin("GET", "/v1/models")[0] == 404

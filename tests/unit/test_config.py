@@ -21,6 +21,7 @@ POOL = (
     *("debug", "error", "cost", "static", "none", "nixlv2", "prefiller", "decoder", "0.5", "0.25"),
     *("http://127.0.0.1:4318", "https://collector.example/otlp"),
     *("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.1", "/run/engine.sock"),
+    *("file:/run/endpoints", "dns:prefill:8000"),
 )
 
 

@@ -158,7 +158,7 @@ class World:
     def assert_nothing_held(self) -> None:
         assert (self.budget.in_flight, self.budget.tokens) == (0, 0)
         for endpoint in self.endpoints:
-            assert endpoint.in_flight == 0, endpoint.label
+            assert (endpoint.in_flight, endpoint.users) == (0, 0), endpoint.label
             assert not endpoint.breaker._trial, f"{endpoint.label} will never be tried again"
 
 

@@ -183,6 +183,8 @@ def _check_now(world: World, running: list[Told]) -> None:
     for endpoint in world.endpoints:
         prefilling = [t for t in running if t.exchange._prefilling and t.exchange.prefill_endpoint is endpoint]
         assert endpoint.in_flight == len(prefilling)
+        using = [t for t in running if t.exchange._holds_endpoint and t.exchange.prefill_endpoint is endpoint]
+        assert endpoint.users == len(using) >= len(prefilling)
 
 
 def live_out(choose: Callable[[int], int], requests: int, *, check: bool) -> set[str]:

@@ -105,3 +105,20 @@ def test_memory_is_bounded() -> None:
         assert len(world.keeper._next) <= 4097
 
     asyncio.run(main())
+
+
+def test_nothing_is_kept_of_an_endpoint_that_left() -> None:
+    """Not even by an answer that comes afterwards."""
+
+    async def main() -> None:
+        world, a = World(), endpoint()
+        world.told = EngineFacts(16, 100)
+        world.keeper.want(a)
+        a.forgotten = True
+        world.keeper.forget(a)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not world.keeper._next
+        assert a.facts == EngineFacts()
+
+    asyncio.run(main())

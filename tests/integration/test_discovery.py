@@ -1,0 +1,146 @@
+"""Prefill endpoints that come and go while requests run: found in a file, by DNS, in the Kubernetes API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.engine import ThreadedEngine
+from tests.integration.apis import CHAT, COMPLETIONS
+from tests.integration.sidecar import Sidecar, chat, completion, eventually
+
+if TYPE_CHECKING:
+    from tests.integration.client import Answer
+
+Started = Callable[..., Sidecar]
+
+
+@pytest.fixture
+def decode() -> Iterator[ThreadedEngine]:
+    with ThreadedEngine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def started(decode: ThreadedEngine) -> Iterator[Started]:
+    with ExitStack() as stack:
+
+        def start(*flags: str, **options: Any) -> Sidecar:
+            sidecar = Sidecar(
+                *("--model-server-port", str(decode.port), "--disagg", "on"),
+                *("--local-side-channel", f"127.0.0.1:{decode.side_channel_port}"),
+                *flags,
+                **options,
+            )
+            stack.callback(sidecar.stop)
+            return sidecar
+
+        yield start
+
+
+def ask(sidecar: Sidecar, target: str = "", **fields: Any) -> Answer:
+    headers = [("x-prefiller-host-port", target)] if target else []
+    return sidecar.ask("POST", COMPLETIONS, completion(**fields), headers)
+
+
+def known(sidecar: Sidecar) -> dict[str, dict[str, Any]]:
+    """What /endpoints says, by address."""
+    shown = json.loads(sidecar.admin("GET", "/endpoints")[1])
+    return {one["address"]: one for one in shown["endpoints"]}
+
+
+def write(path: Path, *lines: str) -> None:
+    """In one step."""
+    new = path.with_suffix(".new")
+    new.write_text("".join(f"{line}\n" for line in lines))
+    new.replace(path)
+
+
+# -- a file --------------------------------------------------------------------------------------------------
+
+
+def test_file(started: Started, tmp_path: Path) -> None:
+    """An endpoint is used once it is in the file, by choice or by header, and left alone once it is not."""
+    path = tmp_path / "endpoints"
+    with ThreadedEngine() as one, ThreadedEngine() as other:
+        sidecar = started("--discovery", f"file:{path}")
+        assert "waiting for --discovery file:" in sidecar.log
+        eventually(lambda: f"{path} does not exist; no endpoint is known from it" in sidecar.log)
+        assert ask(sidecar).decision == "local; reason=no_target"
+        assert ask(sidecar, one.address).status == 403
+        write(path, "# both", one.address)
+        eventually(lambda: one.address in known(sidecar))
+        assert ask(sidecar).decision == f"remote; prefill={one.address}"
+        assert ask(sidecar, one.address).decision == f"remote; prefill={one.address}"
+        assert ask(sidecar, other.address).status == 403
+        write(path, f"- {other.address}")
+        eventually(lambda: other.address in known(sidecar))
+        assert ask(sidecar).decision == f"remote; prefill={other.address}"
+        assert ask(sidecar, one.address).decision == f"remote; prefill={other.address}", "the header is behind"
+        write(path, f"- {other.address}", "- nonsense")
+        eventually(lambda: "line 2: 'nonsense' is not HOST:PORT" in sidecar.log)
+        assert ask(sidecar).decision == f"remote; prefill={other.address}"
+        metrics = sidecar.metrics()
+        assert metrics("discovery_endpoints", state="ready") == 1
+        assert metrics("discovery_errors_total", reason="missing") >= 1
+        assert metrics("discovery_errors_total", reason="bad_file") >= 1
+        assert metrics("discovery_age_seconds") < 10
+        assert [labels["prefill"] for labels in metrics.labels("breaker_state")] == [other.address]
+        assert f"(+{one.address})" in sidecar.log
+        assert f"(+{other.address} -{one.address})" in sidecar.log
+
+
+def test_static_endpoints_are_always_there(started: Started, tmp_path: Path) -> None:
+    path = tmp_path / "endpoints"
+    with ThreadedEngine() as one, ThreadedEngine() as other:
+        write(path, one.address, other.address)
+        sidecar = started("--discovery", f"file:{path}", "--prefill", one.address)
+        eventually(lambda: other.address in known(sidecar))
+        assert known(sidecar)[one.address]["sources"] == ["prefill", "discovery"]
+        write(path)
+        eventually(lambda: other.address not in known(sidecar))
+        assert ask(sidecar).decision == f"remote; prefill={one.address}"
+
+
+def test_requests_in_flight_finish(started: Started, tmp_path: Path) -> None:
+    """An endpoint that leaves while it computes: its answer is used, its KV is pulled through its relay, and only
+    then is it forgotten."""
+    path = tmp_path / "endpoints"
+    with ThreadedEngine(prefill_seconds_per_1k_tokens=5.0) as leaver, ThreadedEngine() as stayer:
+        write(path, leaver.address)
+        sidecar = started("--discovery", f"file:{path}")
+        eventually(lambda: leaver.address in known(sidecar))
+        before = sidecar.descriptors()
+        with ThreadPoolExecutor(4) as pool:
+            futures = [pool.submit(sidecar.ask, "POST", CHAT, chat(stream=True)) for _ in range(4)]
+            leaver.wait_for(lambda engine: engine.running == 4)
+            write(path, stayer.address)
+            eventually(lambda: known(sidecar).get(leaver.address, {}).get("standing") == "left")
+            posts = len(leaver.requests)
+            assert ask(sidecar).decision == f"remote; prefill={stayer.address}"
+            assert leaver.running == 4, "they were still at it"
+            answers = [future.result(20) for future in futures]
+        assert {answer.decision for answer in answers} == {f"remote; prefill={leaver.address}"}
+        assert all(answer.status == 200 for answer in answers)
+        assert len(leaver.requests) == posts
+        eventually(lambda: leaver.address not in known(sidecar))
+        leaver.wait_for(lambda engine: engine.held_blocks == 0)
+        eventually(lambda: leaver.connections_open == 0)
+        ports = {leaver.port, leaver.side_channel_port}
+        eventually(lambda: not any(one.remote_port in ports for one in sidecar.descriptors().connections))
+        write(path)
+        eventually(lambda: not known(sidecar))
+        eventually(lambda: sidecar.descriptors().count <= before.count)
+
+
+def test_readiness_does_not_wait(started: Started, tmp_path: Path) -> None:
+    """Nor does the end, in whatever state discovery is."""
+    sidecar = started("--discovery", f"file:{tmp_path}/nothing/here", "--warm-up", "on")
+    assert ask(sidecar).decision == "local; reason=no_target"
+    assert json.loads(sidecar.admin("GET", "/endpoints")[1])["discovery"]["known"] is False

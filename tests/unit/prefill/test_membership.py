@@ -1,0 +1,178 @@
+"""Endpoints that discovery brings and takes away: who gets requests, and what is kept of those that left."""
+
+import pytest
+
+from sidecar.prefill.address import Address, parse
+from sidecar.prefill.breaker import State
+from sidecar.prefill.endpoints import DEPARTED_FOR_S, MAX_DISCOVERED, MAX_ENDPOINTS, NotAllowed
+from tests.unit.prefill.test_endpoints import World as Known
+
+
+class World(Known):
+    def tell(self, *ready: str, unready: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+        present = {parse(text): True for text in ready} | {parse(text): False for text in unready}
+        joined, left = self.discovered(present)
+        return [str(one) for one in joined], [str(one) for one in left]
+
+    def labels(self, header: str = "") -> list[str]:
+        return [one.label for one in self.candidates([header.encode()] if header else [])]
+
+
+def test_who_joins_and_who_leaves() -> None:
+    world = World("s:1", allow=())
+    assert world.labels() == ["s:1"]
+    assert world.tell("b:1", "a:1") == (["a:1", "b:1"], [])
+    assert world.labels() == ["s:1", "a:1", "b:1"]
+    assert world.tell("b:1", "c:1") == (["c:1"], ["a:1"])
+    assert world.labels() == ["s:1", "b:1", "c:1"]
+    assert world.tell("b:1", "c:1") == ([], [])
+    assert world.heard == [("learned", "a:1"), ("learned", "b:1"), ("learned", "c:1"), ("forgotten", "a:1")]
+
+
+def test_static_endpoints_stay_whatever_the_source_says() -> None:
+    world = World("s:1")
+    world.tell("s:1", "a:1")
+    assert world.labels() == ["s:1", "a:1"]
+    world.tell(unready=("s:1",))
+    assert world.labels() == ["s:1"]
+    assert world.labels("s:1") == ["s:1"]
+    world.tell()
+    assert world.labels() == ["s:1"]
+    assert not world.configured[0].leaving
+
+
+def test_discovered_endpoints_are_allowed_targets_and_nothing_else_is() -> None:
+    """Host and port."""
+    world = World(allow=())
+    with pytest.raises(NotAllowed):
+        world.candidates([b"a:1"])
+    world.tell("a:1")
+    assert world.labels("a:1") == ["a:1"]
+    for foreign in (b"a:2", b"b:1"):
+        with pytest.raises(NotAllowed):
+            world.candidates([foreign])
+
+
+def test_a_header_that_is_a_moment_behind() -> None:
+    """What it names has just left: the others, as long as the gateway may not know; foreign again after that."""
+    world = World(allow=())
+    world.tell("a:1", "b:1")
+    world.tell("b:1")
+    assert world.labels("a:1") == ["b:1"]
+    assert world.candidates([b"a:1"]) is world.members, "in no order"
+    assert world.labels("a:1, b:1") == ["b:1"]
+    world.clock += DEPARTED_FOR_S
+    with pytest.raises(NotAllowed):
+        world.candidates([b"a:1"])
+
+
+def test_a_header_that_names_what_is_not_ready_yet() -> None:
+    """For as long as the source says so. --prefill-allow does not change that."""
+    world = World("s:1", allow=("any",))
+    world.tell(unready=("a:1",))
+    world.clock += 10 * DEPARTED_FOR_S
+    assert world.labels("a:1") == ["s:1"]
+    world.tell("a:1")
+    assert world.labels("a:1") == ["a:1"]
+    world.tell()
+    assert world.labels("a:1") == ["s:1"], "it has left"
+    world.clock += DEPARTED_FOR_S
+    assert world.labels("a:1") == ["a:1"], "the flag allows it"
+
+
+def test_nothing_new_is_sent_to_one_that_left() -> None:
+    """Not even a second attempt of a request that was decided on before."""
+    world = World()
+    world.tell("a:1", "b:1")
+    candidates = list(world.members)
+    world.tell("b:1")
+    assert world.choose(candidates, [], ordered=True, may_repeat=True) is candidates[1]
+    world.tell()
+    assert world.choose(candidates, [], ordered=True, may_repeat=True) is None
+    assert not world.any_usable(candidates)
+
+
+def test_requests_that_it_has_come_to_their_end() -> None:
+    """Handoff and pull still need its side channel, so that is given back with the last of them."""
+    world = World()
+    world.tell("a:1")
+    a = world.members[0]
+    world.begin(a, 10)
+    world.begin(a, 10)
+    world.tell()
+    world.end(a, 10)
+    world.end(a, 10)
+    assert [one.label for one in world] == []
+    assert list(world.leaving) == [a]
+    world.let_go(a)
+    assert not a.forgotten
+    world.let_go(a)
+    assert a.forgotten
+    assert not list(world.leaving)
+    assert world.heard == [("learned", "a:1"), ("forgotten", "a:1")]
+
+
+def test_back_before_its_last_request_ended() -> None:
+    """It is the one that it was; after that it is a new one, with a clean slate."""
+    world = World()
+    world.tell("a:1")
+    a = world.members[0]
+    world.begin(a, 10)
+    world.broken(a)
+    world.tell()
+    world.tell("a:1")
+    assert world.members[0] is a
+    assert not a.leaving
+    world.end(a, 10)
+    world.let_go(a)
+    assert not a.forgotten
+    world.tell()
+    assert a.forgotten
+    world.tell("a:1")
+    assert world.members[0] is not a
+    assert world.members[0].breaker.state is State.CLOSED
+
+
+def test_an_endpoint_of_a_header_that_is_then_discovered() -> None:
+    world = World()
+    (learned,) = world.candidates([b"a:1"])
+    assert world.tell("a:1") == (["a:1"], [])
+    assert world.members[0] is learned
+    world.tell()
+    assert learned.forgotten
+
+
+def test_discovered_endpoints_make_no_room_for_those_of_headers() -> None:
+    world = World()
+    world.tell("a:1")
+    for n in range(2 * MAX_ENDPOINTS):
+        world.candidates([b"h%d:1" % n])
+    assert world.labels() == ["a:1"]
+    assert len(list(world)) <= MAX_ENDPOINTS + 1
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """A source that tells of other endpoints each time, for long."""
+    world = World()
+    for turn in range(200):
+        world.discovered({Address(f"h{turn}-{n}", 1): True for n in range(100)})
+        world.clock += 0.1
+    assert len(world.members) == 100
+    assert len(list(world)) == 100
+    assert len(world._departed) <= 4 * MAX_DISCOVERED
+    world.clock += DEPARTED_FOR_S
+    world.discovered({})
+    assert not list(world)
+    assert len(world._departed) == 100
+    learned = sum(what == "learned" for what, _ in world.heard)
+    assert learned == sum(what == "forgotten" for what, _ in world.heard) == 20_000
+
+
+def test_too_many_are_cut_to_the_same_ones_every_time() -> None:
+    world = World()
+    many = {Address(f"h{n:05}", 1): True for n in range(MAX_DISCOVERED + 50)}
+    world.discovered(many)
+    first = world.labels()
+    assert len(first) == MAX_DISCOVERED
+    assert world.discovered(dict(reversed(many.items()))) == ([], [])
+    assert world.labels() == first
