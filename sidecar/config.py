@@ -90,6 +90,10 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
             "file:PATH (HOST:PORT a line, or a YAML list; read again when it changes) or none"
         ),
     ] = "none"
+    discovery_dns_server: Annotated[
+        list[str],
+        _m("IP:PORT of a DNS server that dns: asks in place of those of /etc/resolv.conf (repeatable)"),
+    ] = []
     min_remote_tokens: Annotated[
         int, _m("auto: prompts of fewer tokens stay local; 0: every prompt may go remote", ge=0)
     ] = 256
@@ -383,6 +387,7 @@ def _problems(name: str, value: Any) -> list[str]:
         "model-server-host": canonical_host,
         "host": canonical_host,
         "discovery": parse_spec,
+        "discovery-dns-server": _ip_and_port,
         "metrics-host": canonical_host,
     }
     problems = []
@@ -393,6 +398,12 @@ def _problems(name: str, value: Any) -> list[str]:
         except (BadAddress, BadSpec) as error:
             problems.append(str(error))
     return problems
+
+
+def _ip_and_port(text: str) -> None:
+    host = parse(text).host
+    if not host[-1].isdigit() and ":" not in host:
+        raise BadAddress(f"{text!r} is a name: the DNS server's IP address is needed")
 
 
 def _conflicts(settings: Settings) -> list[str]:

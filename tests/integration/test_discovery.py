@@ -13,7 +13,8 @@ import pytest
 
 from tests.engine import ThreadedEngine
 from tests.integration.apis import CHAT, COMPLETIONS
-from tests.integration.sidecar import Sidecar, chat, completion, eventually
+from tests.integration.sidecar import Sidecar, chat, completion, eventually, free_ports
+from tests.nameserver import ThreadedNameServer
 
 if TYPE_CHECKING:
     from tests.integration.client import Answer
@@ -144,3 +145,44 @@ def test_readiness_does_not_wait(started: Started, tmp_path: Path) -> None:
     sidecar = started("--discovery", f"file:{tmp_path}/nothing/here", "--warm-up", "on")
     assert ask(sidecar).decision == "local; reason=no_target"
     assert json.loads(sidecar.admin("GET", "/endpoints")[1])["discovery"]["known"] is False
+
+
+# -- DNS -----------------------------------------------------------------------------------------------------
+
+
+def pods(stack: ExitStack, count: int, **options: Any) -> list[ThreadedEngine]:
+    """Engines as pods have them: each on an address of its own, all on one port."""
+    engines: list[ThreadedEngine] = []
+    port = free_ports()
+    for number in range(count):
+        host = f"127.0.9.{number + 1}"
+        engine = ThreadedEngine(host=host, port=port, side_channel_host=host, **options)
+        engines.append(stack.enter_context(engine))
+    return engines
+
+
+def test_dns(started: Started) -> None:
+    """Case 40: another address within the TTL; the last one while DNS is away."""
+    with ExitStack() as stack:
+        one, other = pods(stack, 2)
+        server = stack.enter_context(ThreadedNameServer())
+        name = "prefill.llm.svc.test"
+        sidecar = started("--discovery", f"dns:{name}.:{one.port}", "--discovery-dns-server", server.address)
+        eventually(lambda: f"there is no name {name}." in sidecar.log)
+        assert ask(sidecar).decision == "local; reason=no_target"
+        server.records[name] = [one.host]
+        eventually(lambda: one.address in known(sidecar), 12)
+        assert ask(sidecar).decision == f"remote; prefill={one.address}"
+        assert ask(sidecar, f"{one.host}:{one.port + 1}").status == 403, "that port alone"
+        server.records[name] = [other.host]
+        eventually(lambda: other.address in known(sidecar))
+        assert ask(sidecar).decision == f"remote; prefill={other.address}"
+        server.silent = {"A", "AAAA"}
+        eventually(lambda: "no DNS server answers within" in sidecar.log, 10)
+        assert ask(sidecar).decision == f"remote; prefill={other.address}"
+        metrics = sidecar.metrics()
+        assert metrics("discovery_errors_total", reason="timeout") >= 1
+        assert metrics("discovery_errors_total", reason="nxdomain") >= 1
+        assert metrics("discovery_age_seconds") > 1
+        assert metrics("discovery_endpoints", state="ready") == 1
+        assert sidecar.threads < 8

@@ -431,3 +431,19 @@ def test_settings_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         DEFAULTS.port = 1  # type: ignore[misc]
     assert msgspec.structs.replace(DEFAULTS, port=1).port == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--discovery", "consul:x"], "'consul:x' is not none, kubernetes, dns:NAME:PORT or file:PATH"),
+        (["--discovery", "dns:prefill"], "has no port"),
+        (["--discovery", "file:"], "names no file"),
+        (["--discovery-dns-server", "ns.example.com:53"], "the DNS server's IP address is needed"),
+        (["--discovery-dns-server", "10.0.0.10"], "HOST:PORT"),
+    ],
+)
+def test_mistakes_about_discovery(argv: list[str], says: str) -> None:
+    (mistake,) = mistakes(argv)
+    assert mistake.startswith(f"flag {argv[0]}: ")
+    assert says in mistake

@@ -1,6 +1,7 @@
 """From settings to the source that they ask for."""
 
 from sidecar.config import Settings
+from sidecar.prefill.address import parse
 from sidecar.prefill.discovery.discovery import Source
 from sidecar.prefill.discovery.file import FileSource
 from sidecar.prefill.discovery.spec import parse_spec
@@ -11,4 +12,8 @@ def make_source(settings: Settings) -> Source | None:
     spec = parse_spec(settings.discovery)
     if spec.kind == "file":
         return FileSource(spec.path)
+    if spec.kind == "dns":
+        from sidecar.prefill.discovery.dns import DnsSource
+
+        return DnsSource(spec.host, spec.port, [parse(server) for server in settings.discovery_dns_server])
     return None

@@ -48,6 +48,11 @@ class World:
         while not condition() and self.loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
+    async def until_well(self, timeout_s: float = 5.0) -> None:
+        """Until nothing is wrong."""
+        await self._until(lambda: not self.discovery.problem, timeout_s)
+        assert not self.discovery.problem
+
     async def until_failing(self, reason: str, timeout_s: float = 5.0) -> None:
         """Until one more failure of this reason is counted."""
         before = self.errors[reason]
