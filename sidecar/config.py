@@ -17,7 +17,8 @@ from msgspec import Meta
 
 from sidecar.connectors import CONNECTORS
 from sidecar.prefill.address import AllowList, BadAddress, canonical_host, parse
-from sidecar.prefill.discovery.spec import BadSpec, parse_spec
+from sidecar.prefill.discovery.cluster import ACCOUNT, check_api, misplaced
+from sidecar.prefill.discovery.spec import BadSpec, check_label_value, check_name, check_selector, parse_spec
 
 ENV_PREFIX = "PD_SIDECAR_"
 
@@ -25,6 +26,8 @@ ENV_PREFIX = "PD_SIDECAR_"
 def _m(description: str, **bounds: Any) -> Meta:
     return Meta(description=description, **bounds)
 
+
+ROLE_SELECTOR = "llm-d.ai/role in (prefill,prefill-decode)"
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
@@ -94,6 +97,28 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
         list[str],
         _m("IP:PORT of a DNS server that dns: asks in place of those of /etc/resolv.conf (repeatable)"),
     ] = []
+    discovery_selector: Annotated[str, _m("kubernetes: labels of the pods that prefill")] = ROLE_SELECTOR
+    discovery_model: Annotated[
+        str, _m("kubernetes: value of their label llm-d.ai/model; empty: whatever it is")
+    ] = ""
+    discovery_port: Annotated[
+        int, _m("kubernetes: port of these pods' engines, where no InferencePool says it", ge=1, le=65535)
+    ] = 8000
+    discovery_namespace: Annotated[str, _m("kubernetes: namespace of the pods; empty: the service account's")] = ""
+    inference_pool: Annotated[
+        str,
+        _m("kubernetes: InferencePool whose pods, of those with these labels, are used at its targetPorts"),
+    ] = ""
+    pool_group: Annotated[
+        Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"],
+        _m("kubernetes: API group of the InferencePool (v1, or v1alpha2 before it)"),
+    ] = "inference.networking.k8s.io"
+    kubernetes_api: Annotated[
+        str, _m("URL of the API server; empty: that of the cluster. Without TLS (kubectl proxy) on loopback only")
+    ] = ""
+    kubernetes_account: Annotated[
+        str, _m("folder of the service account: token, ca.crt, namespace", min_length=1)
+    ] = ACCOUNT
     min_remote_tokens: Annotated[
         int, _m("auto: prompts of fewer tokens stay local; 0: every prompt may go remote", ge=0)
     ] = 256
@@ -280,6 +305,8 @@ def load(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[
     merged |= _from_environ(environ, mistakes)
     merged |= {name: ("flag --" + name, value) for name, value in flags.items() if value is not None}
     settings = _typed(merged, mistakes)
+    if settings is not None:
+        mistakes += misplaced(settings, environ)
     if settings is None or mistakes:
         raise BadSettings(mistakes)
     return settings, path
@@ -388,6 +415,11 @@ def _problems(name: str, value: Any) -> list[str]:
         "host": canonical_host,
         "discovery": parse_spec,
         "discovery-dns-server": _ip_and_port,
+        "discovery-selector": check_selector,
+        "discovery-model": check_label_value,
+        "discovery-namespace": check_name,
+        "inference-pool": check_name,
+        "kubernetes-api": check_api,
         "metrics-host": canonical_host,
     }
     problems = []
@@ -432,10 +464,10 @@ def doubts(settings: Settings) -> list[str]:
     """What is possible and hardly meant, one line each."""
     if settings.disagg == "off" or not CONNECTORS[settings.kv_connector].splits:
         return []
-    if settings.prefill or settings.prefill_allow:
+    if settings.prefill or settings.prefill_allow or settings.discovery != "none":
         return []
     why = "no prefill endpoint is allowed: x-prefiller-host-port gets 403 and all else stays local"
-    return [f"{why}; add --prefill-allow CIDR or --prefill HOST:PORT"]
+    return [f"{why}; add --discovery, --prefill-allow CIDR or --prefill HOST:PORT"]
 
 
 def shown(settings: Settings) -> dict[str, Any]:

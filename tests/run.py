@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-FAST = {"unit": "tests/unit", "integration": "tests/integration"}
+FAST = {"unit": "tests/unit", "kubernetes": "tests/kube", "integration": "tests/integration"}
 CHART = {"chart": "tests/chart"}
 KINDS = {"fast": FAST, "chart": CHART, "all": {**FAST, **CHART, "end-to-end": "e2e"}}
 ROOT = Path(__file__).parent.parent

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import jsonschema
 import kubernetes_validate
@@ -66,13 +67,20 @@ def test_lint(values: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_the_sidecar_accepts_its_arguments(values: str, tmp_path: object) -> None:
+def test_the_sidecar_accepts_its_arguments(values: str, tmp_path: Path) -> None:
     unknown = unknown_settings(yaml.safe_load(values_file(values).read_text()))
     documents = rendered(values)
     switch = next(one for one in documents if one["kind"] == "ConfigMap" and "sidecar.yaml" in one["data"])
     file = f"{tmp_path}/sidecar.yaml"
     with open(file, "w") as opened:
         opened.write(switch["data"]["sidecar.yaml"])
+    for name in ("token", "ca.crt", "namespace"):  # as a pod has them
+        (tmp_path / name).write_text("llm")
+    pod = {
+        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+        "KUBERNETES_SERVICE_PORT": "443",
+        "PD_SIDECAR_KUBERNETES_ACCOUNT": str(tmp_path),
+    }
     for container in sidecars(documents):
         arguments = [
             argument.replace("--config=/etc/pd-sidecar/sidecar.yaml", f"--config={file}")
@@ -83,7 +91,7 @@ def test_the_sidecar_accepts_its_arguments(values: str, tmp_path: object) -> Non
         done = subprocess.run(
             [sys.executable, "-m", "sidecar", "check-config", *arguments],
             cwd=ROOT,
-            env={},
+            env=pod,
             capture_output=True,
             text=True,
             check=False,

@@ -14,6 +14,8 @@ import pytest
 from tests.engine import ThreadedEngine
 from tests.integration.apis import CHAT, COMPLETIONS
 from tests.integration.sidecar import Sidecar, chat, completion, eventually, free_ports
+from tests.kube.api import ThreadedApi
+from tests.kube.objects import pod, pool
 from tests.nameserver import ThreadedNameServer
 
 if TYPE_CHECKING:
@@ -186,3 +188,65 @@ def test_dns(started: Started) -> None:
         assert metrics("discovery_age_seconds") > 1
         assert metrics("discovery_endpoints", state="ready") == 1
         assert sidecar.threads < 8
+
+
+# -- Kubernetes ----------------------------------------------------------------------------------------------
+
+
+def test_kubernetes(started: Started) -> None:
+    """Pods by their labels: ready ones alone, none that terminates, and what was known while the API is away."""
+    with ExitStack() as stack:
+        one, other = pods(stack, 2)
+        server = stack.enter_context(ThreadedApi())
+        flags = ("--discovery", "kubernetes", "--kubernetes-api", server.url, "--discovery-namespace", "llm")
+        sidecar = started(*flags, "--discovery-port", str(one.port), "--discovery-model", "m")
+        eventually(lambda: "no endpoint that is ready" in sidecar.log)
+        assert ask(sidecar).decision == "local; reason=no_target"
+        ours = {"llm-d.ai/role": "prefill", "llm-d.ai/model": "m"}
+        server.do(lambda: server.apply("pods", pod("p0", one.host, labels=ours, ready=False)))
+        server.do(lambda: server.apply("pods", pod("p1", other.host, labels={**ours, "llm-d.ai/model": "n"})))
+        server.do(lambda: server.apply("pods", pod("d0", other.host, labels={**ours, "llm-d.ai/role": "decode"})))
+        eventually(lambda: known(sidecar).get(one.address, {}).get("standing") == "not_ready")
+        assert ask(sidecar).decision == "local; reason=no_target"
+        assert ask(sidecar, one.address).decision == "local; reason=no_target", "known, and not to be used yet"
+        assert ask(sidecar, other.address).status == 403
+        server.do(lambda: server.apply("pods", pod("p0", one.host, labels=ours)))
+        eventually(lambda: known(sidecar)[one.address]["standing"] == "ready")
+        assert known(sidecar)[one.address]["detail"] == "pod p0"
+        assert ask(sidecar).decision == f"remote; prefill={one.address}"
+        server.do(
+            lambda: server.apply("pods", pod("p1", other.host, labels={**ours, "llm-d.ai/role": "prefill-decode"}))
+        )
+        server.do(lambda: server.apply("pods", pod("p0", one.host, labels=ours, terminating=True)))
+        eventually(lambda: known(sidecar)[one.address]["standing"] == "terminating")
+        assert ask(sidecar, one.address).decision == f"remote; prefill={other.address}"
+        assert sidecar.metrics()("discovery_endpoints", state="terminating") == 1
+        server.failing = 503
+        server.do(server.drop_watches)
+        eventually(lambda: "says 503; the 1 endpoints that it told of" in sidecar.log)
+        assert ask(sidecar).decision == f"remote; prefill={other.address}"
+        assert server.count("list") == 1, "it is asked with pauses"
+
+
+def test_inference_pool(started: Started) -> None:
+    with ExitStack() as stack:
+        (one,) = pods(stack, 1)
+        server = stack.enter_context(ThreadedApi())
+        server.do(lambda: server.apply("inferencepools", pool("p", {"app": "x"}, one.port)))
+        server.do(
+            lambda: server.apply("pods", pod("p0", one.host, labels={"app": "x", "llm-d.ai/role": "prefill"}))
+        )
+        flags = ("--discovery", "kubernetes", "--kubernetes-api", server.url, "--discovery-namespace", "llm")
+        sidecar = started(*flags, "--inference-pool", "p")
+        eventually(lambda: one.address in known(sidecar))
+        assert ask(sidecar).decision == f"remote; prefill={one.address}"
+
+
+def test_kubernetes_says_which_right_is_missing(started: Started) -> None:
+    with ThreadedApi() as server:
+        server.forbidden = {("list", "pods")}
+        flags = ("--discovery", "kubernetes", "--kubernetes-api", server.url, "--discovery-namespace", "llm")
+        sidecar = started(*flags)
+        eventually(lambda: 'Role there with apiGroups: [""], resources: ["pods"]' in sidecar.log)
+        assert sidecar.metrics()("discovery_errors_total", reason="forbidden") >= 1
+        assert sidecar.log.count("may not list") == 1

@@ -21,8 +21,13 @@ POOL = (
     *("debug", "error", "cost", "static", "none", "nixlv2", "prefiller", "decoder", "0.5", "0.25"),
     *("http://127.0.0.1:4318", "https://collector.example/otlp"),
     *("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.1", "/run/engine.sock"),
-    *("file:/run/endpoints", "dns:prefill:8000"),
+    *("file:/run/endpoints", "dns:prefill:8000", "https://10.0.0.1", "https://10.0.0.2:6443"),
+    *("inference.networking.k8s.io", "inference.networking.x-k8s.io"),
 )
+
+KUBERNETES = ["--discovery=kubernetes", "--kubernetes-api=http://127.0.0.1:8001", "--discovery-namespace=llm"]
+BESIDE = {"inference-pool": KUBERNETES, "discovery-model": KUBERNETES}
+"""What some settings are of no use without."""
 
 
 def value(settings: Settings, field: Field) -> Any:
@@ -42,15 +47,18 @@ def mistakes(argv: list[str] | None = None, environ: dict[str, str] | None = Non
 def two_values(field: Field) -> tuple[str, str]:
     """Two texts that mean different things to this setting, the first of them not the default."""
     found: dict[Any, str] = {}
+    beside = BESIDE.get(field.name, [])
     for text in POOL:
         try:
-            settings, _ = load([f"--{field.name}", text], {})
+            settings, _ = load([*beside, f"--{field.name}", text], {})
         except BadSettings:
             continue
         meant = value(settings, field)
         found.setdefault(tuple(meant) if isinstance(meant, list) else meant, text)
     default = value(DEFAULTS, field)
-    texts = sorted(found.values(), key=lambda text: value(load([f"--{field.name}", text], {})[0], field) == default)
+    texts = sorted(
+        found.values(), key=lambda text: value(load([*beside, f"--{field.name}", text], {})[0], field) == default
+    )
     assert len(texts) >= 2, f"no two values are known for --{field.name}: add some to POOL"
     return texts[0], texts[1]
 
@@ -67,13 +75,14 @@ def file_with(folder: Path, content: str | bytes) -> Path:
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 def test_flag_over_environment_over_file_over_default(field: Field, tmp_path: Path) -> None:
     one, other = two_values(field)
-    first, second = (value(load([f"--{field.name}", text], {})[0], field) for text in (one, other))
+    beside = BESIDE.get(field.name, [])
+    first, second = (value(load([*beside, f"--{field.name}", text], {})[0], field) for text in (one, other))
     assert first != second
     path = file_with(tmp_path, yaml.safe_dump({field.name: first}))
     file = ["--config", str(path)]
 
     def read(argv: list[str], environ: dict[str, str]) -> Any:
-        return value(load(argv, environ)[0], field)
+        return value(load([*beside, *argv], environ)[0], field)
 
     assert read([], {}) == field.default
     assert read(file, {}) == first
@@ -446,4 +455,43 @@ def test_settings_cannot_be_changed() -> None:
 def test_mistakes_about_discovery(argv: list[str], says: str) -> None:
     (mistake,) = mistakes(argv)
     assert mistake.startswith(f"flag {argv[0]}: ")
+    assert says in mistake
+
+
+def test_kubernetes_outside_a_cluster(tmp_path: Path) -> None:
+    """Every thing that is missing, by name."""
+    said = mistakes(["--discovery", "kubernetes", "--kubernetes-account", str(tmp_path)])
+    assert all(mistake.startswith("--discovery kubernetes: ") for mistake in said)
+    for missing in (
+        "KUBERNETES_SERVICE_HOST is not set",
+        f"{tmp_path}/token: No such file",
+        f"{tmp_path}/ca.crt: No such file",
+        f"{tmp_path}/namespace: No such file",
+    ):
+        assert any(missing in mistake for mistake in said), missing
+
+
+def test_kubernetes_in_a_cluster(tmp_path: Path) -> None:
+    for name in ("token", "ca.crt", "namespace"):
+        (tmp_path / name).write_text("llm")
+    environ = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+    settings, _ = load(["--discovery", "kubernetes", "--kubernetes-account", str(tmp_path)], environ)
+    assert settings.discovery_selector == "llm-d.ai/role in (prefill,prefill-decode)"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--inference-pool", "p"], "--inference-pool is of use with --discovery kubernetes only"),
+        (["--discovery-model", "m"], "--discovery-model is of use with --discovery kubernetes only"),
+        ([*KUBERNETES, "--discovery-selector="], "every pod of the namespace"),
+        ([*KUBERNETES, "--discovery-selector", "a in b"], "is no label requirement"),
+        ([*KUBERNETES, "--discovery-model", "org/model"], "is no label value"),
+        ([*KUBERNETES, "--inference-pool", "a/b"], "is no name of a Kubernetes object"),
+        ([*KUBERNETES, "--pool-group", "example.com"], "is not possible"),
+        (["--kubernetes-api", "http://10.0.0.1"], "without TLS only on this machine"),
+    ],
+)
+def test_mistakes_about_kubernetes(argv: list[str], says: str) -> None:
+    (mistake,) = mistakes(argv)
     assert says in mistake

@@ -1,13 +1,20 @@
 """From settings to the source that they ask for."""
 
-from sidecar.config import Settings
+import os
+from typing import TYPE_CHECKING
+
 from sidecar.prefill.address import parse
+from sidecar.prefill.discovery.cluster import find_cluster
 from sidecar.prefill.discovery.discovery import Source
 from sidecar.prefill.discovery.file import FileSource
+from sidecar.prefill.discovery.kubernetes import MODEL_LABEL, KubernetesSource, join_selectors
 from sidecar.prefill.discovery.spec import parse_spec
 
+if TYPE_CHECKING:
+    from sidecar.config import Settings
 
-def make_source(settings: Settings) -> Source | None:
+
+def make_source(settings: "Settings") -> Source | None:
     """The source of `--discovery`, None for `none`. Settings have been checked."""
     spec = parse_spec(settings.discovery)
     if spec.kind == "file":
@@ -16,4 +23,15 @@ def make_source(settings: Settings) -> Source | None:
         from sidecar.prefill.discovery.dns import DnsSource
 
         return DnsSource(spec.host, spec.port, [parse(server) for server in settings.discovery_dns_server])
+    if spec.kind == "kubernetes":
+        model = settings.discovery_model
+        return KubernetesSource(
+            find_cluster(
+                settings.kubernetes_api, settings.kubernetes_account, settings.discovery_namespace, os.environ
+            ),
+            selector=join_selectors(settings.discovery_selector, f"{MODEL_LABEL}={model}" if model else ""),
+            port=settings.discovery_port,
+            pool=settings.inference_pool,
+            pool_group=settings.pool_group,
+        )
     return None

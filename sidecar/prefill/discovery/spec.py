@@ -11,6 +11,7 @@ Kind = Literal["none", "file", "dns", "kubernetes"]
 FORMS = "none, kubernetes, dns:NAME:PORT or file:PATH"
 
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _LABEL_KEY = rf"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_LABEL_VALUE.pattern}"
 _VALUE = rf"(?:{_LABEL_VALUE.pattern})?"
 _REQUIREMENT = re.compile(
@@ -69,6 +70,12 @@ def check_selector(text: str) -> None:
     for requirement in _COMMA_OUTSIDE_BRACKETS.split(text):
         if not _REQUIREMENT.fullmatch(requirement):
             raise BadSpec(f"{requirement.strip()!r} is no label requirement (KEY=VALUE, KEY in (A,B), KEY, !KEY)")
+
+
+def check_name(text: str) -> None:
+    """The name of an object or a namespace. Raises `BadSpec`."""
+    if text and not _NAME.fullmatch(text):
+        raise BadSpec(f"{text!r} is no name of a Kubernetes object")
 
 
 def check_label_value(text: str) -> None:
