@@ -19,12 +19,17 @@ if TYPE_CHECKING:
 
 _MODEL = b"pd-sidecar/released-handoff"
 
+LINGER_S = 5.0
+"""An engine that has never met the prefill engine begins its handshake after it has answered; it waits so long for
+one (vLLM 0.32, nixl/base_worker.py), and the prefill endpoint's side channel must be there for it."""
+
 
 class Release(Leg):
     """One handoff on its way back, for at most `--pull-timeout`."""
 
     def __init__(self, service: Service, handoff: Handoff, headers: Headers, over: Callable[[], None]) -> None:
-        """`headers`: the client's, of which the engine may want to see the key. `over` is called in the end."""
+        """`headers`: the client's, of which the engine may want to see the key. `over` is called when the prefill
+        endpoint is needed no more."""
         body = b'{"model":"%b","prompt":[1],"max_tokens":1,"kv_transfer_params":%b}' % (
             _MODEL,
             handoff.params,
@@ -37,6 +42,7 @@ class Release(Leg):
         super().__init__(cast("Runner", None), (head, body))
         self._observer = service.observer
         self._over = over
+        self._loop = service.loop
         self._observer.leg_started("release")
         self._timer = service.loop.call_later(service.settings.pull_timeout, self._end)
         self.acquire(service.engine)
@@ -46,7 +52,7 @@ class Release(Leg):
             self._timer.cancel()
             self._observer.leg_ended("release")
             self.drop()
-            self._over()
+            self._loop.call_later(LINGER_S, self._over)
 
     def head(self, head: Head) -> None:
         """Whatever it says."""

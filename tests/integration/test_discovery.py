@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engine import ThreadedEngine
+from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import CHAT, COMPLETIONS
 from tests.integration.sidecar import Sidecar, chat, completion, eventually, free_ports
 from tests.kube.api import ThreadedApi
@@ -140,6 +140,32 @@ def test_requests_in_flight_finish(started: Started, tmp_path: Path) -> None:
         write(path)
         eventually(lambda: not known(sidecar))
         eventually(lambda: sidecar.descriptors().count <= before.count)
+
+
+def test_a_handoff_that_nobody_wants_is_given_back_after_all(
+    started: Started, tmp_path: Path, decode: ThreadedEngine
+) -> None:
+    """The engines have never met, and the endpoint leaves before decode refuses: the release still goes through its
+    relay, and only then is it forgotten."""
+    path = tmp_path / "endpoints"
+    with ThreadedEngine() as leaver:
+        write(path, leaver.address)
+        sidecar = started("--discovery", f"file:{path}")
+        eventually(lambda: leaver.address in known(sidecar))
+        decode.fault(Fault(status=400, delay_head_seconds=2.0), path=COMPLETIONS, times=1)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(ask, sidecar)
+            leaver.wait_for(lambda engine: engine.held_blocks > 0)
+            write(path)
+            eventually(lambda: known(sidecar).get(leaver.address, {}).get("standing") == "left")
+            assert future.result(10).status == 400
+
+        def given_back() -> bool:
+            ask(sidecar)  # a decode engine that is cold tells with its next step
+            return not leaver.held_blocks
+
+        eventually(given_back)
+        eventually(lambda: not known(sidecar), 10)
 
 
 def test_readiness_does_not_wait(started: Started, tmp_path: Path) -> None:
