@@ -20,6 +20,14 @@ MAX_ENDPOINTS = 512
 MAX_DISCOVERED = 1024
 """Endpoints that discovery brings, kept at once: the same reason, and as many side channels can be watched."""
 
+WARM_IN_S = 10.0
+"""An endpoint that joins others gets its full share after this time. Every sidecar of the fleet sees it join in the
+same moment, with nothing in flight."""
+FIRST_SHARE = 0.1
+"""Of a full share, from the first moment on: enough to find out that it does not work."""
+
+DRAWS = 8
+
 DEPARTED_FOR_S = 60.0
 """A gateway that names an endpoint may know of its end a moment later than we do."""
 
@@ -50,6 +58,8 @@ class Endpoint:
     """IP address that last answered here; what a handoff may name besides the configured host."""
     side_channels: dict[SideChannel, bool] = field(default_factory=dict)
     """Side channels of the engines behind the address; whether a handoff has named them (else the usual port)."""
+    joined_at: float = float("-inf")
+    """When it joined others that were there before it."""
     leaving: bool = False
     """It gets no new request; those that hold it are its last."""
     forgotten: bool = False
@@ -63,6 +73,15 @@ class Endpoint:
     def admits(self, now: float) -> bool:
         """Whether a prefill may be sent here."""
         return not self.blocked and not self.leaving and self.breaker.admits(now)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """What a prompt that is sent here finds before it: of two endpoints the smaller one is to be preferred."""
+        return self.tokens_in_flight, self.in_flight
+
+    def share(self, now: float) -> float:
+        """Part of a full share that it should get."""
+        return min(1.0, max(FIRST_SHARE, (now - self.joined_at) / WARM_IN_S))
 
     @property
     def hosts(self) -> frozenset[str]:
@@ -163,12 +182,12 @@ class Endpoints:
                     break
         return self._add(address)
 
-    def _add(self, address: Address) -> Endpoint:
+    def _add(self, address: Address, joined_at: float = float("-inf")) -> Endpoint:
         endpoint = self._leaving.pop(address, None)
         if endpoint is not None:  # it is back before its last request ended: what is known of it still holds
             endpoint.leaving = False
         else:
-            endpoint = Endpoint(address, configured=False)
+            endpoint = Endpoint(address, configured=False, joined_at=joined_at)
             self._learned(endpoint)
         self._known[address] = endpoint
         return endpoint
@@ -185,12 +204,13 @@ class Endpoints:
             usable = set(sorted(usable)[:MAX_DISCOVERED])
         left = [one.address for one in self._known.values() if one.discovered and one.address not in usable]
         joined = []
+        now = self._now()
+        joined_at = now if self.members else float("-inf")
         for address in sorted(usable):
-            endpoint = self._known.get(address) or self._add(address)
+            endpoint = self._known.get(address) or self._add(address, joined_at)
             if not endpoint.discovered:
                 endpoint.discovered = True
                 joined.append(address)
-        now = self._now()
         self._unready = frozenset(present) - usable
         for address in {*left, *self._unready}:
             self._depart(address, now)
@@ -235,19 +255,35 @@ class Endpoints:
     ) -> Endpoint | None:
         """The next endpoint to try, or None. `may_repeat`: one that was tried may come again if it is the only one.
 
-        `ordered` keeps the order of the header; otherwise the least loaded one, ties broken by chance.
+        `ordered` keeps the order of the header; otherwise the less loaded of two that chance picks. The least
+        loaded of all would be the same one for every sidecar of the fleet: the one that has just joined.
         """
         now = self._now()
+        if not candidates:
+            return None
         if len(candidates) == 1:  # the common case
             only = candidates[0]
             return only if only.admits(now) and (may_repeat or not tried) else None
-        usable = [endpoint for endpoint in candidates if endpoint not in tried and endpoint.admits(now)]
-        if not usable:
+        if ordered:
+            return next((one for one in candidates if one not in tried and one.admits(now)), None)
+        one = self._draw(candidates, tried, now)
+        if one is None:
             return None
-        if ordered or len(usable) == 1:
-            return usable[0]
-        least = min(endpoint.in_flight for endpoint in usable)
-        return self._random.choice([endpoint for endpoint in usable if endpoint.in_flight == least])
+        other = self._draw(candidates, [*tried, one], now)
+        return one if other is None or one.load <= other.load else other
+
+    def _draw(self, candidates: Sequence[Endpoint], but: list[Endpoint], now: float) -> Endpoint | None:
+        """One of those that may be used, by their shares; none of `but`."""
+        for _ in range(DRAWS):  # of many, nearly all may be used: no need to look at each
+            one = self._random.choice(candidates)
+            if self._random.random() < one.share(now) and one.admits(now) and one not in but:
+                return one
+        usable = [one for one in candidates if one not in but and one.admits(now)]
+        while usable:  # ends: no share is below FIRST_SHARE
+            one = self._random.choice(usable)
+            if self._random.random() < one.share(now):
+                return one
+        return None
 
     def any_usable(self, candidates: Sequence[Endpoint]) -> bool:
         now = self._now()
@@ -256,9 +292,22 @@ class Endpoints:
     # -- what came of it --
 
     def least_tokens_in_flight(self, candidates: Sequence[Endpoint]) -> int:
-        """What a prompt finds before it at the least loaded of those that may be used; 0 if none may."""
+        """What a prompt finds before it at the least loaded of those that may be used; 0 if none may. One that has
+        just joined counts only where there are no others: it is idle because it gets little."""
         now = self._now()
-        return min((one.tokens_in_flight for one in candidates if one.admits(now)), default=0)
+        least: int | None = None
+        least_of_new: int | None = None
+        for one in candidates:
+            tokens = one.tokens_in_flight
+            if (least is not None and tokens >= least) or not one.admits(now):
+                continue
+            if one.share(now) == 1.0:
+                least = tokens
+                if not tokens:
+                    return 0
+            elif least_of_new is None or tokens < least_of_new:
+                least_of_new = tokens
+        return (least_of_new or 0) if least is None else least
 
     def begin(self, endpoint: Endpoint, tokens: int) -> int:
         """A prefill leg for a prompt of about so many tokens starts; returns its number if it is the breaker's

@@ -113,15 +113,25 @@ def test_refusal_of_a_long_list_is_short() -> None:
 # -- the choice ------------------------------------------------------------------------------------------------
 
 
-def test_least_in_flight() -> None:
+def test_the_less_loaded_of_two() -> None:
+    """Chance picks the two, so the most loaded one of all is never chosen and no other is never chosen."""
     world = World("a:1", "b:1", "c:1")
     a, b, c = world.configured
-    for endpoint, load in ((a, 2), (b, 1), (c, 3)):
-        endpoint.in_flight = load
-    assert world.pick() is b
-    assert world.pick(b) is a
+    for endpoint, tokens, number in ((a, 200, 1), (b, 100, 2), (c, 200, 2)):
+        endpoint.tokens_in_flight, endpoint.in_flight = tokens, number
+    chosen = [world.pick() for _ in range(300)]
+    assert 150 < chosen.count(b) < 250
+    assert chosen.count(c) == 0
+    assert {world.pick(b) for _ in range(20)} == {a}, "by number where the tokens are the same"
     assert world.pick(b, a) is c
     assert world.pick(a, b, c) is None
+
+
+def test_of_two_always_the_less_loaded() -> None:
+    world = World("a:1", "b:1")
+    a, b = world.configured
+    world.begin(a, 1)
+    assert {world.pick() for _ in range(50)} == {b}
 
 
 def test_ties_are_broken_by_chance() -> None:

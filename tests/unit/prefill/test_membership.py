@@ -1,10 +1,19 @@
 """Endpoints that discovery brings and takes away: who gets requests, and what is kept of those that left."""
 
+import random
+
 import pytest
 
 from sidecar.prefill.address import Address, parse
 from sidecar.prefill.breaker import State
-from sidecar.prefill.endpoints import DEPARTED_FOR_S, MAX_DISCOVERED, MAX_ENDPOINTS, NotAllowed
+from sidecar.prefill.endpoints import (
+    DEPARTED_FOR_S,
+    FIRST_SHARE,
+    MAX_DISCOVERED,
+    MAX_ENDPOINTS,
+    WARM_IN_S,
+    NotAllowed,
+)
 from tests.unit.prefill.test_endpoints import World as Known
 
 
@@ -176,3 +185,56 @@ def test_too_many_are_cut_to_the_same_ones_every_time() -> None:
     assert len(first) == MAX_DISCOVERED
     assert world.discovered(dict(reversed(many.items()))) == ([], [])
     assert world.labels() == first
+
+
+# -- weighted in gently ----------------------------------------------------------------------------------------
+
+
+def requests_to(world: World, host: str, number: int = 1000) -> int:
+    """How many of so many requests go to that endpoint if it is idle and every other has some."""
+    chosen = [world.choose(world.members, [], ordered=False, may_repeat=False) for _ in range(number)]
+    return sum(one is not None and one.address.host == host for one in chosen)
+
+
+def test_no_herd_on_an_endpoint_that_joins() -> None:
+    """It is the least loaded one of every sidecar; all of them together must not fall upon it."""
+    world = World()
+    world._random = random.Random(5)
+    world.tell("a:1", "b:1", "c:1", "d:1")
+    for one in world.members:
+        world.begin(one, 100)
+    world.tell("a:1", "b:1", "c:1", "d:1", "new:1")
+    assert 10 < requests_to(world, "new") < 100, "enough to find out whether it works"
+    assert world.least_tokens_in_flight(world.members) == 100, "nobody is promised an idle one"
+    world.clock += WARM_IN_S / 2
+    assert 150 < requests_to(world, "new") < 300
+    world.clock += WARM_IN_S / 2
+    assert 350 < requests_to(world, "new") < 450, "two of five pairs hold it"
+    assert world.least_tokens_in_flight(world.members) == 0
+
+
+def test_a_new_endpoint_is_used_where_no_other_can_be() -> None:
+    world = World()
+    world.tell("a:1")
+    world.tell("a:1", "new:1")
+    old, new = world.members
+    world.broken(old)
+    assert world.choose(world.members, [], ordered=False, may_repeat=False) is new
+    world.tell("new:1")
+    assert world.choose(world.members, [], ordered=False, may_repeat=False) is new
+
+
+def test_the_first_endpoints_need_not_wait() -> None:
+    """Nor one that comes back while it still has requests."""
+    world = World()
+    world.tell("a:1", "b:1")
+    assert [one.share(world.clock) for one in world.members] == [1.0, 1.0]
+    a = world.members[0]
+    world.begin(a, 1)
+    world.tell("b:1")
+    world.tell("a:1", "b:1")
+    assert a in world.members
+    assert a.share(world.clock) == 1.0
+    statics = World("s:1")
+    statics.tell("a:1")
+    assert [one.share(world.clock) for one in statics.members] == [1.0, FIRST_SHARE]
