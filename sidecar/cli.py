@@ -308,9 +308,9 @@ class Sidecar:
         )
         if self._observer.discovery is not None:
             _log.info("prefill endpoints: waiting for --discovery %s; local until then", settings.discovery)
-        if not settings.prefill_allow:
-            flags = ["--prefill"] * bool(settings.prefill) + ["--discovery"] * (settings.discovery != "none")
-            targets = f"only endpoints of {' and '.join(flags)}" if flags else "no endpoint at all"
+        flags = ["--prefill"] * bool(settings.prefill) + ["--discovery"] * (settings.discovery != "none")
+        if flags and not settings.prefill_allow:
+            targets = f"only endpoints of {' and '.join(flags)}"
             _log.info(
                 "x-prefiller-host-port may name %s (others get 403); add --prefill-allow CIDR for more", targets
             )
