@@ -81,7 +81,7 @@ def _role(**own: Schema) -> Schema:
         {
             "enabled": FLAG,
             "replicas": {**or_null(COUNT), "description": "null leaves it to an autoscaler"},
-            "kvRole": {"enum": ["kv_producer", "kv_consumer", "kv_both"]},
+            "kvRole": {"enum": ["", "kv_producer", "kv_consumer", "kv_both"]},
             "args": LIST,
             "env": LIST,
             "resources": OBJECT,
@@ -146,6 +146,7 @@ def schema() -> Schema:
                     "ucx": OBJECT,
                     "rdma": OBJECT,
                     "shm": closed({"enabled": FLAG, "sizeLimit": {"type": ["string", "integer"]}}),
+                    "kvConnector": TEXT,
                     "kvTransferExtra": OBJECT,
                     "securityContext": OBJECT,
                 }

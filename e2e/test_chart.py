@@ -67,7 +67,7 @@ def test_vllm_reads_what_the_chart_says(values: str, role: str) -> None:
     assert understood["model_tag"] == rendered_engine["args"][0]
     assert understood["port"] == ports["engine"]
     assert understood["shutdown_timeout"] == 45
-    assert "NixlConnector" in str(understood["kv_transfer_config"])
+    assert "Nixl" in str(understood["kv_transfer_config"])
     ranks = sum(1 for name in ports if name.startswith("engine"))
     assert understood["data_parallel_size"] == ranks
     assert understood["data_parallel_multi_port_external_lb"] is (ranks > 1)

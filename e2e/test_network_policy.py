@@ -5,25 +5,19 @@ With UCX_TCP_PORT_RANGE the KV goes over the ports that the policy opens, and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from e2e.engines import Engine, Rig
-from e2e.test_rig import SENTENCE, complete
+from e2e.conftest import COMPLETIONS, ask, prompt, request_body
+from e2e.engines import HOST, Engine, Rig
 from tests.chart.render import CHART
+from tests.integration.sidecar import Sidecar
 
 PORTS = yaml.safe_load((CHART / "values.yaml").read_text())["networkPolicy"]["nixlDataPorts"]
 DATA = range(PORTS["first"], PORTS["last"] + 1)
 LISTEN = "0A"  # the kernel's state number in /proc/net/tcp
-
-
-@pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
-    with Rig("tiny", extra_env={"UCX_TCP_PORT_RANGE": f"{DATA.start}-{DATA.stop - 1}"}) as rig:
-        yield rig
 
 
 def sockets(engine: Engine) -> tuple[set[int], list[tuple[int, int]]]:
@@ -49,15 +43,27 @@ def sockets(engine: Engine) -> tuple[set[int], list[tuple[int, int]]]:
     return listening, connections
 
 
-def test_kv_goes_over_the_ports_that_the_policy_opens(rig: Rig) -> None:
-    prefill, decode = rig.prefill[0], rig.decode[0]
-    first = complete(prefill, rig, SENTENCE * 20, 1, kv_transfer_params={"do_remote_decode": True})
-    complete(decode, rig, SENTENCE * 20, 4, kv_transfer_params=first["kv_transfer_params"])
-    assert decode.prompt_tokens_by_source()["external_kv_transfer"] > 0
-    p_listens, p_connections = sockets(prefill)
-    d_listens, d_connections = sockets(decode)
+@pytest.mark.parametrize(("ours", "theirs"), [("nixlv2", "NixlConnector"), ("nixl-push", "NixlPushConnector")])
+def test_kv_goes_over_the_ports_that_the_policy_opens(ours: str, theirs: str) -> None:
+    environment = {"UCX_TCP_PORT_RANGE": f"{DATA.start}-{DATA.stop - 1}"}
+    with Rig("tiny", kv_connector=theirs, extra_env=environment) as rig:
+        prefill, decode = rig.prefill[0], rig.decode[0]
+        sidecar = Sidecar(
+            *("--disagg", "on", "--kv-connector", ours),
+            *("--prefill", prefill.address, "--prefill-side-channel-port", str(prefill.side_channel_port)),
+            *("--model-server-port", str(decode.port)),
+            *("--local-side-channel", f"{HOST}:{decode.side_channel_port}"),
+        )
+        try:
+            answer = ask(sidecar, COMPLETIONS, request_body(COMPLETIONS, prompt(300)))
+            assert answer.decision == f"remote; prefill={prefill.address}"
+            p_listens, p_connections = sockets(prefill)
+            d_listens, d_connections = sockets(decode)
+        finally:
+            sidecar.kill()
     opened_by_decode = {remote for _, remote in d_connections if remote in p_listens}
     opened_by_prefill = {remote for _, remote in p_connections if remote in d_listens}
     assert opened_by_decode & set(DATA), "no data connection: is the variable still read?"
     assert opened_by_decode <= {*DATA, prefill.port, prefill.side_channel_port}
-    assert not opened_by_prefill, "the policy lets no prefill pod connect to a decode pod"
+    # Prefill that pushes has asked decode's side channel, and closed that connection by now or not.
+    assert opened_by_prefill <= ({decode.side_channel_port} if ours == "nixl-push" else set())

@@ -105,6 +105,10 @@ TABLE = [
     ("gpu-rdma", STRANGER, "decode", 9090, False),  # PUT /disagg
     ("gpu-rdma", PROMETHEUS, "decode", 9090, True),
     ("gpu-rdma", PROMETHEUS, "decode", 8200, True),
+    ("data-parallel", "prefill", "decode", 5703, True),  # push: prefill asks decode for its metadata
+    ("data-parallel", "prefill", "decode", 5704, False),
+    ("data-parallel", "prefill", "decode", 20500, False),
+    ("gpu-rdma", "prefill", "decode", 5600, False),
     ("data-parallel", "decode", "prefill", 8001, True),
     ("data-parallel", "decode", "prefill", 5701, True),
     ("data-parallel", "decode", "prefill", 5702, False),

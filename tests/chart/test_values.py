@@ -8,6 +8,7 @@ import yaml
 
 from docs import values_schema
 from sidecar import config
+from sidecar.connectors import CONNECTORS
 from tests.chart.render import (
     HELMS,
     LAST_WITHOUT_NATIVE,
@@ -180,6 +181,34 @@ def test_the_engine_publishes_where_the_sidecar_listens(on: Any) -> None:
     for off in ({}, {"sidecar.settings.kv-events": "off"}, {"sidecar.settings.kv-events": False}):
         engine = container(pod_spec(one(with_values(off), "Deployment", "decode")), "vllm")
         assert _argument(engine, "kv-events-config") is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "roles"),
+    [
+        ("nixlv2", "NixlConnector", ["kv_consumer", "kv_producer"]),
+        ("nixl-push", "NixlPushConnector", ["kv_consumer", "kv_producer"]),
+        ("lmcache", "LMCacheConnectorV1", ["kv_both", "kv_both"]),
+    ],
+)
+def test_engines_have_the_sidecars_connector(ours: str, theirs: str, roles: list[str]) -> None:
+    documents = with_values({"sidecar.settings.kv-connector": ours})
+    for role, expected in zip(("decode", "prefill"), roles, strict=True):
+        engine = container(pod_spec(one(documents, "Deployment", role)), "vllm")
+        found = json.loads(_argument(engine, "kv-transfer-config") or "")
+        assert found == {"kv_connector": theirs, "kv_role": expected}
+
+
+def test_every_connector_has_its_counterpart() -> None:
+    for name, connector in CONNECTORS.items():
+        values = {"sidecar.settings.kv-connector": name}
+        done = with_values_raw(values)
+        if name == "shared-storage":  # there are several; the operator says which
+            assert "engine.kvConnector is needed" in done.stderr
+            done = with_values_raw(values | {"engine.kvConnector": "ExampleConnector"})
+            assert "ExampleConnector" in done.stdout
+        assert done.returncode == 0, done.stderr
+        assert ("--kv-transfer-config" in done.stdout) is connector.splits
 
 
 def test_lease_of_engines_and_sidecar_is_one() -> None:
