@@ -126,6 +126,7 @@ def schema() -> Schema:
                     "name": {"type": "string", "minLength": 1},
                     "mode": {"enum": ["auto", "native", "container"]},
                     "settings": settings_schema(),
+                    "tls": closed({"secretName": TEXT, "clientCa": FLAG}),
                     "env": LIST,
                     "volumeMounts": LIST,
                     "resources": OBJECT,

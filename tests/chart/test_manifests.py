@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from sidecar import config
+from tests.certificates import Authority
 from tests.chart.custom_resources import SCHEMAS
 from tests.chart.render import (
     CHART,
@@ -81,9 +82,10 @@ def test_the_sidecar_accepts_its_arguments(values: str, tmp_path: Path) -> None:
         "KUBERNETES_SERVICE_PORT": "443",
         "PD_SIDECAR_KUBERNETES_ACCOUNT": str(tmp_path),
     }
+    certificate = Authority().issue("decode").write(Path(f"{tmp_path}/tls"))
     for container in sidecars(documents):
         arguments = [
-            argument.replace("--config=/etc/pd-sidecar/sidecar.yaml", f"--config={file}")
+            argument.replace("/etc/pd-sidecar/sidecar.yaml", file).replace("/etc/pd-sidecar-tls", str(certificate))
             for argument in container["args"][1:]
             if argument.split("=")[0].removeprefix("--") not in unknown
         ]

@@ -1,14 +1,9 @@
-"""The switch as a cluster turns it, and `helm test`: a real sidecar that runs with the rendered arguments.
+"""The switch as a cluster turns it: a real sidecar that runs with the rendered arguments.
 
 The rendered ConfigMap lies in a folder that is renewed as the kubelet does it.
 """
 
-import http.server
-import os
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +12,7 @@ import yaml
 
 from tests.chart.render import one, rendered, sidecars, validated, with_values
 from tests.engine import ThreadedEngine
-from tests.integration.sidecar import Sidecar, eventually, free_ports
+from tests.integration.sidecar import Sidecar, eventually
 
 
 class ConfigMapVolume:
@@ -113,48 +108,3 @@ def test_it_survives_a_restart_of_the_container(sidecar: Sidecar, volume: Config
     again = Sidecar("--config", str(volume.folder / "sidecar.yaml"), ready="/startupz")
     assert mode(again) == data["disagg"] == "auto"
     again.stop()
-
-
-def answers(url: str) -> subprocess.CompletedProcess[str]:
-    """What `helm test` runs, as the pod would."""
-    test = one(rendered("minimal"), "Pod", "test")["spec"]["containers"][0]
-    assert test["args"][1] == "http://rel-pd-sidecar-decode:8000"
-    command = [sys.executable, *test["command"][1:], test["args"][0], url]
-    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_helm_test_says_what_was_decided(sidecar: Sidecar) -> None:
-    done = answers(f"http://127.0.0.1:{sidecar.port}")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "1 token, decision: local; reason=" in done.stdout
-    validated["helm test's program against a real sidecar"] += 1
-
-
-def test_helm_test_fails_without_an_engine() -> None:
-    assert answers(f"http://127.0.0.1:{free_ports()}").returncode != 0
-
-
-def test_helm_test_fails_without_a_token() -> None:
-    class Empty(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._say(b'{"data": [{"id": "sim"}], "usage": {"completion_tokens": 0}}')
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.do_GET()
-
-        def _say(self, body: bytes) -> None:
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None: ...
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Empty) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        done = answers(f"http://127.0.0.1:{server.server_port}")
-        server.shutdown()
-    assert done.returncode == 1
-    assert "0 token" in done.stdout

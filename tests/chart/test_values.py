@@ -69,6 +69,7 @@ TOO_SMALL = [
     ({"engine.keepAliveSeconds": 4}, "engine-idle-timeout 4"),
     ({"sidecar.image.repository": ""}, "sidecar.image.repository is needed"),
     ({"model.name": ""}, "model.name is needed"),
+    ({"sidecar.tls.clientCa": True}, "sidecar.tls.secretName is needed"),
 ]
 
 

@@ -81,6 +81,24 @@ llm-d.ai/model: {{ regexReplaceAll "[^A-Za-z0-9._-]+" . "-" | trunc 63 | trimAll
 {{- if eq (toString (default "none" (get .Values.sidecar.settings "discovery"))) "kubernetes" }}yes{{ end }}
 {{- end }}
 
+{{/* The sidecar's settings, with those that sidecar.tls stands for. */}}
+{{- define "pd-sidecar.settings" -}}
+{{- $settings := deepCopy .Values.sidecar.settings }}
+{{- if .Values.sidecar.tls.secretName }}
+{{- $settings = mergeOverwrite $settings (dict "secure-serving" "on" "cert-path" "/etc/pd-sidecar-tls") }}
+{{- if .Values.sidecar.tls.clientCa }}{{ $_ := set $settings "client-ca" "/etc/pd-sidecar-tls/ca.crt" }}{{ end }}
+{{- else if .Values.sidecar.tls.clientCa }}
+{{- fail "sidecar.tls.clientCa is in the secret too: sidecar.tls.secretName is needed" }}
+{{- end }}
+{{- toYaml $settings }}
+{{- end }}
+
+{{/* http or https, as clients have to say. */}}
+{{- define "pd-sidecar.scheme" -}}
+{{- $settings := include "pd-sidecar.settings" . | fromYaml }}
+{{- eq (include "pd-sidecar.spelled" (get $settings "secure-serving")) "on" | ternary "https" "http" }}
+{{- end }}
+
 {{- define "pd-sidecar.service-account" -}}
 {{- if .Values.serviceAccount.create }}{{ default (include "pd-sidecar.fullname" .) .Values.serviceAccount.name }}
 {{- else }}{{ default "default" .Values.serviceAccount.name }}{{ end }}

@@ -11,7 +11,7 @@ and prefill.enabled off, puts it into a pod of its own:
 {{- define "pd-sidecar.args" -}}
 - serve
 - --config=/etc/pd-sidecar/sidecar.yaml
-{{- range $name, $value := .Values.sidecar.settings }}
+{{- range $name, $value := include "pd-sidecar.settings" . | fromYaml }}
 {{- if kindIs "slice" $value }}
 {{- range $value }}
 - {{ printf "--%s=%s" $name (include "pd-sidecar.spelled" .) | quote }}
@@ -84,6 +84,11 @@ volumeMounts:
   - name: pd-sidecar-config
     mountPath: /etc/pd-sidecar
     readOnly: true
+  {{- if .Values.sidecar.tls.secretName }}
+  - name: pd-sidecar-tls
+    mountPath: /etc/pd-sidecar-tls
+    readOnly: true
+  {{- end }}
   {{- if include "pd-sidecar.reads-api" . }}
   - name: pd-sidecar-token
     mountPath: /var/run/secrets/kubernetes.io/serviceaccount
@@ -98,6 +103,10 @@ volumeMounts:
 {{- define "pd-sidecar.volumes" -}}
 - name: pd-sidecar-config
   configMap: {name: {{ include "pd-sidecar.fullname" . }}-switch}
+{{- with .Values.sidecar.tls.secretName }}
+- name: pd-sidecar-tls
+  secret: {secretName: {{ . }}}
+{{- end }}
 {{- if include "pd-sidecar.reads-api" . }}
 - name: pd-sidecar-token
   projected:
