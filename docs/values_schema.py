@@ -155,8 +155,11 @@ def schema() -> Schema:
             "decode": _role(
                 service=opened({"enabled": FLAG, "type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}})
             ),
-            "prefill": _role(port=PORT, dataParallelSize=RANKS, service=opened({"enabled": FLAG})),
+            "prefill": _role(
+                port=PORT, dataParallelSize=RANKS, portPerRank=FLAG, service=opened({"enabled": FLAG})
+            ),
             "serviceAccount": closed({"create": FLAG, "name": TEXT, "annotations": OBJECT}),
+            "rbac": closed({"create": FLAG}),
             "networkPolicy": closed(
                 {
                     "enabled": FLAG,

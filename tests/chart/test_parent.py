@@ -29,6 +29,8 @@ def test_the_container_stands_in_the_parents_pod(documents: list[Object]) -> Non
     sidecar = spec["initContainers"][0]
     assert (sidecar["name"], sidecar["restartPolicy"]) == ("routing-proxy", "Always")
     assert {"--model-server-port=8001", "--prefill-allow=10.0.0.0/8"} <= set(sidecar["args"])
+    assert spec["serviceAccountName"] == one(documents, "ServiceAccount")["metadata"]["name"]
+    assert {mount["name"] for mount in sidecar["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
     switch = one(documents, "ConfigMap")
     assert switch["data"]["sidecar.yaml"] == 'disagg: "on"\n'
     assert spec["volumes"][0]["configMap"]["name"] == switch["metadata"]["name"]

@@ -104,10 +104,21 @@ def test_ranks_have_ports_of_their_own() -> None:
     assert [numbers[name] for name in ("engine", "engine-1", "engine-2", "engine-3")] == [8200, 8201, 8202, 8203]
     assert [numbers[f"nixl-{rank}"] for rank in range(4)] == [5700, 5701, 5702, 5703]
     prefill = container(pod_spec(one(documents, "Deployment", "prefill")), "vllm")
-    assert [port["containerPort"] for port in prefill["ports"]] == [8000, 5700, 8001, 5701]
+    assert [port["containerPort"] for port in prefill["ports"]] == [8000, 8001, 5700, 5701]
+    assert "--data-parallel-size-local=2" in prefill["args"]
     assert "--data-parallel-size=2" in prefill["args"]
     assert "replicas" not in one(documents, "Deployment", "prefill")["spec"]
     assert one(documents, "Service", "prefill")["spec"]["clusterIP"] == "None"
+
+
+def test_ranks_behind_one_port() -> None:
+    """Without a gateway that picks ranks vLLM balances them itself; each still has its side channel."""
+    documents = with_values({"prefill.dataParallelSize": 2})
+    prefill = container(pod_spec(one(documents, "Deployment", "prefill")), "vllm")
+    assert [port["containerPort"] for port in prefill["ports"]] == [8000, 5600, 5601]
+    assert "--data-parallel-size=2" in prefill["args"]
+    assert "--data-parallel-multi-port-external-lb" not in prefill["args"]
+    assert [port["port"] for port in one(documents, "Service", "prefill")["spec"]["ports"]] == [8000, 5600, 5601]
 
 
 @pytest.mark.parametrize("values", WITH_PODS)
@@ -223,11 +234,13 @@ def test_only_the_sidecar_may_read_and_only_what_discovery_needs() -> None:
     assert one(documents, "Role")["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
         {
-            "apiGroups": ["inference.networking.k8s.io"],
+            "apiGroups": ["inference.networking.x-k8s.io"],
             "resources": ["inferencepools"],
             "verbs": ["get", "list", "watch"],
         },
     ]
+    for kind in ("Role", "RoleBinding"):
+        assert one(documents, kind)["metadata"]["namespace"] == "models"
     account = one(documents, "ServiceAccount")["metadata"]["name"]
     assert one(documents, "RoleBinding")["subjects"][0] == {
         "kind": "ServiceAccount",

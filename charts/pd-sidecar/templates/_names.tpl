@@ -44,9 +44,13 @@ app.kubernetes.io/component: {{ $role }}
 llm-d.ai/inference-serving: "true"
 llm-d.ai/role: {{ $role }}
 llm-d.ai/engine-type: {{ $root.Values.engineType | quote }}
-{{- with $root.Values.model.label | default $root.Values.model.name }}
-llm-d.ai/model: {{ regexReplaceAll "[^A-Za-z0-9._-]+" . "-" | trunc 63 | trimAll "-._" | quote }}
+{{- with include "pd-sidecar.model-label" $root }}
+llm-d.ai/model: {{ . | quote }}
 {{- end }}
+{{- end }}
+
+{{- define "pd-sidecar.model-label" -}}
+{{- regexReplaceAll "[^A-Za-z0-9._-]+" (default .Values.model.name .Values.model.label) "-" | trunc 63 | trimAll "-._" }}
 {{- end }}
 
 {{- define "pd-sidecar.image" -}}
@@ -81,9 +85,16 @@ llm-d.ai/model: {{ regexReplaceAll "[^A-Za-z0-9._-]+" . "-" | trunc 63 | trimAll
 {{- if eq (toString (default "none" (get .Values.sidecar.settings "discovery"))) "kubernetes" }}yes{{ end }}
 {{- end }}
 
-{{/* The sidecar's settings, with those that sidecar.tls stands for. */}}
+{{/* The sidecar's settings, with those that sidecar.tls stands for, and, where nobody has said it, with the model's
+prefill pods (of llm-d's role, which is serve's own default) at the port of this chart's. Whether this chart installs
+any must not change them: adding prefill pods would restart the decode pods. */}}
 {{- define "pd-sidecar.settings" -}}
 {{- $settings := deepCopy .Values.sidecar.settings }}
+{{- if include "pd-sidecar.reads-api" . }}
+{{- $found := dict "discovery-port" (int .Values.prefill.port) }}
+{{- with include "pd-sidecar.model-label" . }}{{ $_ := set $found "discovery-model" . }}{{ end }}
+{{- $settings = merge $settings $found }}
+{{- end }}
 {{- if .Values.sidecar.tls.secretName }}
 {{- $settings = mergeOverwrite $settings (dict "secure-serving" "on" "cert-path" "/etc/pd-sidecar-tls") }}
 {{- if .Values.sidecar.tls.clientCa }}{{ $_ := set $settings "client-ca" "/etc/pd-sidecar-tls/ca.crt" }}{{ end }}
@@ -97,6 +108,17 @@ llm-d.ai/model: {{ regexReplaceAll "[^A-Za-z0-9._-]+" . "-" | trunc 63 | trimAll
 {{- define "pd-sidecar.scheme" -}}
 {{- $settings := include "pd-sidecar.settings" . | fromYaml }}
 {{- eq (include "pd-sidecar.spelled" (get $settings "secure-serving")) "on" | ternary "https" "http" }}
+{{- end }}
+
+{{/* HTTP ports of a prefill pod: one for each rank, or one for all. */}}
+{{- define "pd-sidecar.prefill-ports" -}}
+{{- if .Values.prefill.portPerRank }}
+{{- $others := get .Values.sidecar.settings "inference-pool" }}
+{{- if and (gt (int .Values.prefill.dataParallelSize) 1) (include "pd-sidecar.reads-api" .) (not $others) }}
+{{- fail "prefill.portPerRank with discovery kubernetes would leave all ranks but the first idle: set it to false, or name an inference-pool that has their targetPorts" }}
+{{- end }}
+{{- int .Values.prefill.dataParallelSize }}
+{{- else }}1{{ end }}
 {{- end }}
 
 {{- define "pd-sidecar.service-account" -}}

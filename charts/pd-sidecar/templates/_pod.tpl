@@ -53,6 +53,7 @@ and nothing is exposed. */}}
 {{- $isDecode := eq .role "decode" }}
 {{- $port := int (ternary (default 8200 (get $settings "model-server-port")) .root.Values.prefill.port $isDecode) }}
 {{- $ranks := int (ternary (default 1 (get $settings "data-parallel-size")) .root.Values.prefill.dataParallelSize $isDecode) }}
+{{- $ports := ternary $ranks (int (include "pd-sidecar.prefill-ports" .root)) $isDecode }}
 {{- $idle := $settings | dig "engine-idle-timeout" 4 | float64 }}
 {{- if le (float64 $engine.keepAliveSeconds) $idle }}
 {{- fail (printf "engine.keepAliveSeconds %v must be longer than sidecar.settings.engine-idle-timeout %v, or reused connections break" $engine.keepAliveSeconds $idle) }}
@@ -69,8 +70,10 @@ args:
   {{- end }}
   {{- if gt $ranks 1 }}
   - --data-parallel-size={{ $ranks }}
+  {{- if gt $ports 1 }}
   - --data-parallel-size-local={{ $ranks }}
   - --data-parallel-multi-port-external-lb
+  {{- end }}
   {{- end }}
   - --shutdown-timeout={{ int $values.shutdownTimeoutSeconds }}
   {{- if ne (toString (get $settings "kv-connector")) "none" }}
@@ -83,9 +86,11 @@ args:
   - {{ toString . | quote }}
   {{- end }}
 ports:
-  {{- range $rank := until $ranks }}
+  {{- range $rank := until $ports }}
   - name: {{ if $rank }}engine-{{ $rank }}{{ else }}engine{{ end }}
     containerPort: {{ add $port $rank }}
+  {{- end }}
+  {{- range $rank := until $ranks }}
   - name: nixl-{{ $rank }}
     containerPort: {{ add (int (default 5600 (get $settings "prefill-side-channel-port"))) $rank }}
   {{- end }}

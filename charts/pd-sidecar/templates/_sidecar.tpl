@@ -6,6 +6,7 @@ and prefill.enabled off, puts it into a pod of its own:
     - {{- include "pd-sidecar.container" (index .Subcharts "pd-sidecar") | nindent 6 }}
   volumes:
     {{- include "pd-sidecar.volumes" (index .Subcharts "pd-sidecar") | nindent 4 }}
+  serviceAccountName: {{ include "pd-sidecar.service-account" (index .Subcharts "pd-sidecar") }}
 */}}
 
 {{- define "pd-sidecar.args" -}}
