@@ -159,6 +159,29 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], 
         ),
     ),
     (
+        "TLS and traces",
+        (
+            (
+                "timeseries",
+                "TLS handshakes of clients",
+                "reqps",
+                ((_rate("pd_sidecar_tls_handshakes_total", "outcome"), "{{outcome}}"),),
+            ),
+            (
+                "stat",
+                "The certificate ends in",
+                "s",
+                ((f"min(pd_sidecar_tls_certificate_not_after_seconds{{{SELECT}}}) - time()", ""),),
+            ),
+            (
+                "timeseries",
+                "Traced requests",
+                "reqps",
+                ((_rate("pd_sidecar_traces_total", "outcome"), "{{outcome}}"),),
+            ),
+        ),
+    ),
+    (
         "Where the time goes",
         (
             (

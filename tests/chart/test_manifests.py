@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import jsonschema
@@ -9,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from sidecar import config
+from sidecar import __version__, config
 from tests.certificates import Authority
 from tests.chart.custom_resources import SCHEMAS
 from tests.chart.render import (
@@ -22,8 +23,10 @@ from tests.chart.render import (
     ROOT,
     VALUES,
     helm,
+    parsed,
     rendered,
     sidecars,
+    template,
     unknown_settings,
     validated,
     values_file,
@@ -115,6 +118,20 @@ def _listed(value: object) -> list[object]:
     if isinstance(value, float):
         return [f"{value:g}"]
     return value if isinstance(value, list) else []
+
+
+@pytest.mark.parametrize("name", HELMS)
+def test_the_package_is_the_chart(name: str, tmp_path: Path) -> None:
+    """What is pushed to a registry renders as the folder does; the values files of the tests stay here."""
+    assert helm(name, "package", str(CHART), "--destination", str(tmp_path)).returncode == 0
+    package = tmp_path / f"pd-sidecar-{__version__}.tgz"
+    with tarfile.open(package) as archive:
+        files = {member.removeprefix("pd-sidecar/") for member in archive.getnames()}
+    assert {"files/rules.yaml", "files/dashboard.json", "values.schema.json"} <= files
+    assert not [file for file in files if file.startswith("ci/")]
+    done = template("--values", str(values_file("gpu-rdma")), name=name, chart=package)
+    assert parsed(done.stdout) == rendered("gpu-rdma")
+    validated[f"packages of {name}"] += 1
 
 
 def test_defaults_are_those_of_the_settings() -> None:

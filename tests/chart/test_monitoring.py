@@ -159,6 +159,7 @@ CALM = {
     'pd_sidecar_nixl_handshakes_total{outcome="silent"}': "3x60",
     'pd_sidecar_handoffs_total{outcome="used"}': "0+600x60",
     'pd_sidecar_handoffs_total{outcome="stranded"}': "0+1x60",
+    "pd_sidecar_tls_certificate_not_after_seconds": "2000000x60",
     'pd_sidecar_overhead_seconds_bucket{le="0.001"}': "0+600x60",
     'pd_sidecar_overhead_seconds_bucket{le="0.5"}': "0+600x60",
     'pd_sidecar_overhead_seconds_bucket{le="+Inf"}': "0+600x60",
@@ -176,6 +177,7 @@ FAULTS: dict[str, dict[str, str]] = {
     },
     "PdSidecarHandshakes": {'pd_sidecar_nixl_handshakes_total{outcome="silent"}': "0+1x60"},
     "PdSidecarStranded": {'pd_sidecar_handoffs_total{outcome="stranded"}': "0+60x60"},
+    "PdSidecarCertificate": {"pd_sidecar_tls_certificate_not_after_seconds": "90000x60"},
     "PdSidecarSlow": {'pd_sidecar_overhead_seconds_bucket{le="0.001"}': "0+1x60"},
 }
 """Alert → the series (one sample a minute, for an hour) that make it fire, and no other."""

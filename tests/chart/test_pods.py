@@ -229,6 +229,16 @@ def test_rdma_shared_memory_and_ucx_reach_the_engines() -> None:
     assert pod_spec(one(rendered("gpu-rdma"), "Deployment", "decode"))["priorityClassName"] == "serving"
 
 
+def test_traces_name_their_pod() -> None:
+    traced, untraced = (sidecars(rendered(values))[0]["env"] for values in ("gpu-rdma", "minimal"))
+    names = [variable["name"] for variable in traced]
+    where = next(variable["value"] for variable in traced if variable["name"] == "OTEL_RESOURCE_ATTRIBUTES")
+    assert where == "k8s.namespace.name=$(POD_NAMESPACE),k8s.pod.name=$(POD_NAME)"
+    for variable in ("POD_NAMESPACE", "POD_NAME"):  # Kubernetes only expands what stands before
+        assert names.index(variable) < names.index("OTEL_RESOURCE_ATTRIBUTES")
+    assert "OTEL_RESOURCE_ATTRIBUTES" not in [variable["name"] for variable in untraced]
+
+
 def test_only_the_sidecar_may_read_and_only_what_discovery_needs() -> None:
     documents = rendered("discovery")
     assert one(documents, "Role")["rules"] == [

@@ -56,6 +56,12 @@ env:
   {{- include "pd-sidecar.pod-address" . | nindent 2 }}
   - name: POD_NAMESPACE
     valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+  {{- if eq (include "pd-sidecar.spelled" (get $settings "tracing")) "on" }}
+  - name: POD_NAME
+    valueFrom: {fieldRef: {fieldPath: metadata.name}}
+  - name: OTEL_RESOURCE_ATTRIBUTES
+    value: k8s.namespace.name=$(POD_NAMESPACE),k8s.pod.name=$(POD_NAME)
+  {{- end }}
   {{- with .Values.sidecar.env }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
