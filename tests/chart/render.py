@@ -41,7 +41,7 @@ def values_file(name: str) -> Path:
 def tool(name: str) -> str:
     """The path of a tool; without it the test is skipped, with the reason, and counted as skipped."""
     try:
-        return tools.promtool() if name == "promtool" else tools.binary(name)
+        return tools.debian(name) if name in tools.FROM_DEBIAN else tools.binary(name)
     except tools.ToolMissing as missing:
         pytest.skip(str(missing))
 

