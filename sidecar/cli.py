@@ -17,7 +17,7 @@ import uvloop
 import yaml
 from aiohttp import web
 
-from sidecar import __version__, compat, config, log, replay, tls
+from sidecar import __version__, compat, config, log, replay, tls, top
 from sidecar.admin.app import application
 from sidecar.admin.health import Health
 from sidecar.admin.observer import Observer
@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("-h", "--help", action="help", help="show this text")
         config.add_flags(command)
     commands.add_parser("replay", help="what other rules would have made of recorded decisions", add_help=False)
+    command = commands.add_parser("top", help="watch a running sidecar in the terminal")
+    top.add_arguments(command)
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
         argv.insert(0, "serve")  # as the image that this one replaces is started
@@ -74,6 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return replay.main(argv[1:])
     if not argv or argv[0] not in commands.choices or {"-h", "--help"} & set(argv[1:]):
         parser.parse_args(argv)
+    if argv[0] == "top":
+        from sidecar.top import terminal
+
+        wanted = parser.parse_args(argv)
+        return terminal.main(wanted.url, once=wanted.once)
     command_name = argv[0]
     flags, notes = compat.translated(argv[1:])
     try:

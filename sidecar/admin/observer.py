@@ -170,6 +170,12 @@ class Observer:
                 Gauge("recompute_inflight", "Recomputes that hold budget", (), lambda: [((), budget.in_flight)]),
                 Gauge("breaker_state", "0 closed, 1 half open, 2 open", ("prefill",), self._read_breakers),
                 Gauge(
+                    "prefill_inflight",
+                    "Open prefill legs by endpoint",
+                    ("prefill",),
+                    lambda: [((endpoint.label,), float(endpoint.in_flight)) for endpoint in endpoints],
+                ),
+                Gauge(
                     "prefill_blocked",
                     "1 for an endpoint from which nothing can be pulled at present",
                     ("prefill", "reason"),
