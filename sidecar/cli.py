@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sidecar.top import terminal
 
         wanted = parser.parse_args(argv)
-        return terminal.main(wanted.url, once=wanted.once)
+        return terminal.main(wanted.url, once=wanted.once, token_file=wanted.token_file)
     command_name = argv[0]
     flags, notes = compat.translated(argv[1:])
     try:
@@ -179,7 +179,7 @@ class Sidecar:
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         probes = [self._engine_probe(rank) for rank in range(settings.data_parallel_size)]
         health = Health(self._live, probes, self._not_yet)
-        app = application(settings, self._observer, self._switch, health)
+        app = application(settings, self._observer, self._switch, health, lambda: self._tls.admin_key.key)
         self._admin = web.AppRunner(app, access_log=None)
         await self._admin.setup()
         await self._listen_admin(self._admin)

@@ -49,6 +49,13 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
         int,
         _m("admin port: /metrics /livez /readyz /startupz /config /decisions /endpoints /disagg", ge=1, le=65535),
     ] = 9090
+    admin_token_file: Annotated[
+        str,
+        _m(
+            "file with the bearer key for /config, /decisions, /endpoints and /disagg from outside the pod; "
+            "empty: from within it only"
+        ),
+    ] = ""
     disagg: Annotated[
         Literal["off", "on", "auto"],
         _m("off: pass through; on: remote whenever possible; auto: the decision rules choose. Hot-reloaded"),

@@ -222,11 +222,12 @@ class Renewable(ssl.SSLContext):
 class KeyFile:
     """A bearer key that is read again when its file changes; "" without a file. Never shown."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, flag: str, path: str) -> None:
         """Raises `BadTls`."""
-        self._path = path
+        self._flag = flag
+        self._path = Path(path) if path else None
         self._problem = ""
-        self.key = _key(path) if path is not None else ""
+        self.key = _key(self._path) if self._path is not None else ""
 
     def look(self) -> None:
         if self._path is None:
@@ -235,7 +236,7 @@ class KeyFile:
             self.key = _key(self._path)
         except BadTls as error:
             if str(error) != self._problem:
-                _log.error("--probe-token-file: changed, and not taken over: %s; the old key stays", error)
+                _log.error("%s: changed, and not taken over: %s; the old key stays", self._flag, error)
             self._problem = str(error)
         else:
             self._problem = ""
@@ -268,7 +269,8 @@ class Tls:
         self.serving = self._serving(settings)
         self.prefill = _towards("prefiller", settings)
         self.decode = _towards("decoder", settings)
-        self.probe_key = KeyFile(Path(settings.probe_token_file) if settings.probe_token_file else None)
+        self.probe_key = KeyFile("--probe-token-file", settings.probe_token_file)
+        self.admin_key = KeyFile("--admin-token-file", settings.admin_token_file)
 
     def _serving(self, settings: Settings) -> Renewable | None:
         if settings.secure_serving == "off":
@@ -294,7 +296,7 @@ class Tls:
         """Looks every second whether a file has changed."""
         loop = asyncio.get_running_loop()
         contexts = [one for one in (self.serving, self.prefill, self.decode) if one is not None]
-        looks = [self.probe_key.look, *(one.look for one in contexts)]
+        looks = [self.probe_key.look, self.admin_key.look, *(one.look for one in contexts)]
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for look in looks:
@@ -302,7 +304,7 @@ class Tls:
 
     @property
     def reads_files(self) -> bool:
-        return any((self.serving, self.prefill, self.decode, self.probe_key.key))
+        return any((self.serving, self.prefill, self.decode, self.probe_key.key, self.admin_key.key))
 
 
 def _towards(role: str, settings: Settings) -> Renewable | None:

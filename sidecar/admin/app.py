@@ -1,5 +1,7 @@
 """The admin port's HTTP application."""
 
+import hmac
+import ipaddress
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -14,10 +16,15 @@ from sidecar.admin.switch import Switch
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _MAX_SWITCH_BYTES = 64
+OPEN = frozenset({"/metrics", "/livez", "/readyz", "/startupz"})
+"""For whoever reaches the port: Prometheus and the kubelet come from elsewhere."""
 
 
-def application(settings: config.Settings, observer: Observer, switch: Switch, health: Health) -> web.Application:
-    """/metrics, /livez, /readyz, /startupz, /config, /decisions, /endpoints, /disagg."""
+def application(
+    settings: config.Settings, observer: Observer, switch: Switch, health: Health, key: Callable[[], str]
+) -> web.Application:
+    """/metrics, /livez, /readyz, /startupz, /config, /decisions, /endpoints, /disagg. All but the first four are for the pod
+    itself and for who shows the bearer `key` ("": nobody else)."""
     registry = CollectorRegistry()
     registry.register(observer.collection)
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -58,7 +65,13 @@ def application(settings: config.Settings, observer: Observer, switch: Switch, h
             return web.Response(text=f"{error}\n", status=400)
         return web.Response(text=f"{switch.mode.value}\n")
 
-    app = web.Application(client_max_size=4096)
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in OPEN or is_loopback(request.remote) or _shows(request, key()):
+            return await handler(request)
+        return web.Response(text="only from within the pod, or with the key of --admin-token-file\n", status=403)
+
+    app = web.Application(client_max_size=4096, middlewares=[guard])
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)
@@ -69,3 +82,18 @@ def application(settings: config.Settings, observer: Observer, switch: Switch, h
     app.router.add_get("/disagg", read_switch)
     app.router.add_put("/disagg", turn_switch)
     return app
+
+
+def is_loopback(remote: str | None) -> bool:
+    """Whether a peer's address is the pod's own; `kubectl exec` and `kubectl port-forward` come from there."""
+    try:
+        ip = ipaddress.ip_address((remote or "").partition("%")[0])
+    except ValueError:
+        return False
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
+
+
+def _shows(request: web.Request, key: str) -> bool:
+    shown = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+    return bool(key) and hmac.compare_digest(shown, f"Bearer {key}".encode())

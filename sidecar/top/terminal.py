@@ -10,8 +10,9 @@ import time
 import tty
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, build_opener
+from urllib.request import ProxyHandler, Request, build_opener
 
 from sidecar.top.frame import frame
 from sidecar.top.sample import Change, Sample
@@ -31,14 +32,14 @@ class Unreachable(Exception):
     """The admin port does not answer as it should; the message says how."""
 
 
-def main(url: str, *, once: bool) -> int:
+def main(url: str, *, once: bool, token_file: str = "") -> int:
     """Returns the exit code: 1 if the admin port does not answer, 2 without a terminal."""
     url = url.rstrip("/")
     if not url.startswith(("http://", "https://")):
         url = f"http://{url}"
     if once:
         try:
-            sample = look(url)
+            sample = look(url, token_file)
         except Unreachable as error:
             print(f"pd-sidecar: {error}", file=sys.stderr)  # noqa: T201
             return 1
@@ -48,29 +49,38 @@ def main(url: str, *, once: bool) -> int:
         print("pd-sidecar: top needs a terminal; --once prints one frame", file=sys.stderr)  # noqa: T201
         return 2
     with _raw(), contextlib.suppress(KeyboardInterrupt):
-        _loop(url)
+        _loop(url, token_file)
     return 0
 
 
-def look(url: str) -> Sample:
+def look(url: str, token_file: str) -> Sample:
     """One reading. Raises `Unreachable`."""
-    metrics = _get(f"{url}/metrics")[1]
-    mode = _get(f"{url}/disagg")[1].strip()
-    status, ready = _get(f"{url}/readyz")
+    headers = {}
+    if token_file:
+        try:
+            headers["authorization"] = f"Bearer {Path(token_file).read_text(encoding='ascii').strip()}"
+        except (OSError, UnicodeDecodeError) as error:
+            raise Unreachable(f"{token_file}: {getattr(error, 'strerror', None) or 'no key'}") from None
+    metrics = _get(f"{url}/metrics", headers)[1]
+    mode = _get(f"{url}/disagg", headers)[1].strip()
+    status, ready = _get(f"{url}/readyz", headers)
     try:
         return Sample.read(time.time(), metrics, mode, "" if status == 200 else ready.strip())
     except ValueError:
         raise Unreachable(f"{url}/metrics: that is no exposition of metrics") from None
 
 
-def _get(url: str) -> tuple[int, str]:
+def _get(url: str, headers: dict[str, str]) -> tuple[int, str]:
     try:
-        with _open(url, timeout=TIMEOUT_S) as response:
+        with _open(Request(url, headers=headers), timeout=TIMEOUT_S) as response:  # noqa: S310 http only, see `main`
             return response.status, response.read().decode("utf-8", "replace")
     except HTTPError as error:
         if error.code == 503:  # not ready, and why
             return error.code, error.read().decode("utf-8", "replace")
-        raise Unreachable(f"{url}: {error.code}: is this the admin port (--metrics-port)?") from None
+        what = (
+            "its key is wanted (--token-file)" if error.code == 403 else "is this the admin port (--metrics-port)?"
+        )
+        raise Unreachable(f"{url}: {error.code}: {what}") from None
     except (URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise Unreachable(f"{url}: {getattr(reason, 'strerror', None) or reason}") from None
@@ -90,12 +100,12 @@ def _raw() -> Iterator[None]:
         sys.stdout.flush()
 
 
-def _loop(url: str) -> None:
+def _loop(url: str, token_file: str) -> None:
     samples: deque[Sample] = deque()
     while True:
         began = time.monotonic()
         try:
-            samples.append(look(url))
+            samples.append(look(url, token_file))
         except Unreachable as error:
             samples.clear()
             _draw([str(error), "", "asked again every second; q ends"])

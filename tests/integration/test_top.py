@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import pty
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from tests.integration.apis import COMPLETIONS
-from tests.integration.sidecar import ROOT, Rig, completion, free_ports
+from tests.integration.sidecar import CANARY, ROOT, Rig, completion, free_ports
 
 TOP = (sys.executable, "-m", "sidecar", "top")
 
 
-def once(url: str) -> subprocess.CompletedProcess[str]:
+def once(url: str, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*TOP, "--once", "--url", url], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+        [*TOP, "--once", "--url", url, *more], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
     )
 
 
@@ -53,6 +58,45 @@ def test_without_a_terminal(rig: Rig) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "--once" in done.stderr
+
+
+def _own_address() -> str:
+    """An address of this machine that is not loopback; "" if it has none. Nothing is sent to find out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _status(method: str, address: str, port: int, path: str, headers: dict[str, str]) -> int:
+    connection = http.client.HTTPConnection(address, port, timeout=10)
+    try:
+        connection.request(method, path, b"off" if method == "PUT" else None, headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.skipif(not _own_address(), reason="this machine has the loopback interface only")
+def test_from_outside_the_pod_with_the_key_only(rigged: Callable[..., Rig], tmp_path: Path) -> None:
+    """Metrics and probes are for everyone; what tells of requests and what turns the switch is not."""
+    token = tmp_path / "token"
+    token.write_text(f"{CANARY}-admin", encoding="ascii")
+    rig = rigged("--admin-token-file", str(token))
+    address, port = _own_address(), rig.sidecar.admin_port
+    key = {"authorization": f"Bearer {CANARY}-admin"}
+    for path in ("/metrics", "/livez", "/readyz", "/startupz"):
+        assert _status("GET", address, port, path, {}) == 200
+    for method, path in (("GET", "/config"), ("GET", "/decisions"), ("GET", "/disagg"), ("PUT", "/disagg")):
+        for headers in ({}, {"authorization": "Bearer x"}):
+            assert _status(method, address, port, path, headers) == 403
+    assert rig.sidecar.admin("GET", "/disagg") == (200, "on\n")
+    assert _status("GET", address, port, "/decisions", key) == 200
+    done = once(f"http://{address}:{port}")
+    assert (done.returncode, "--token-file" in done.stderr) == (1, True)
+    assert once(f"http://{address}:{port}", "--token-file", str(token)).returncode == 0
 
 
 def test_live(rig: Rig) -> None:

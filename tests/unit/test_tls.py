@@ -207,7 +207,7 @@ def test_what_cannot_serve_changes_nothing(
 def test_key_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "token"
     path.write_text("first-key\n", encoding="ascii")
-    key = tls.KeyFile(path)
+    key = tls.KeyFile("--probe-token-file", str(path))
     assert key.key == "first-key"
     path.write_text("", encoding="ascii")
     for _ in range(3):
@@ -221,4 +221,4 @@ def test_key_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_no_key_file() -> None:
-    assert tls.KeyFile(None).key == ""
+    assert tls.KeyFile("--probe-token-file", "").key == ""

@@ -1,0 +1,82 @@
+"""Who may see and turn what on the admin port."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+
+from sidecar.admin.app import OPEN, application, is_loopback
+from sidecar.admin.health import Health
+from sidecar.admin.observer import Observer
+from sidecar.admin.switch import Switch
+from sidecar.config import Settings
+from sidecar.decision.guards import Mode
+from sidecar.edge.service import Live
+from sidecar.exchange.budget import Budget
+from sidecar.prefill.address import AllowList
+from sidecar.prefill.endpoints import Endpoints
+
+GUARDED = ("/config", "/decisions", "/disagg")
+
+
+class Peer:
+    """The transport of somebody who asks."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return (self._address, 1234) if name == "peername" else default
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def status(path: str, peer: str, *, key: str = "", shown: str = "") -> int:
+    live = Live(Mode.AUTO)
+    observer = Observer(Endpoints([], AllowList([]), lambda: 0.0), Budget(1, 0))
+    health = Health(live, [], lambda _seconds: "")
+    app = application(Settings(), observer, Switch(live), health, lambda: key)
+    app.freeze()
+    headers = {"authorization": shown} if shown else {}
+    request = make_mocked_request("GET", path, headers, app=app, transport=Peer(peer))
+
+    async def ask() -> int:
+        response = await app._handle(request)
+        assert isinstance(response, web.Response)
+        return response.status
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("path", sorted(OPEN - {"/metrics"}))
+def test_probes_are_for_everyone(path: str) -> None:
+    assert status(path, "10.0.0.9") in (200, 503)
+
+
+@pytest.mark.parametrize("path", GUARDED)
+@pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
+def test_the_pod_itself_may_see_all(path: str, peer: str) -> None:
+    assert status(path, peer) == 200
+
+
+@pytest.mark.parametrize("path", GUARDED)
+@pytest.mark.parametrize("peer", ["10.0.0.9", "::ffff:10.0.0.9", "fe80::1%eth0", ""])
+def test_a_neighbour_may_not(path: str, peer: str) -> None:
+    assert status(path, peer) == 403
+    assert status(path, peer, shown="Bearer ") == 403, "no key is not an empty one"
+    assert status(path, peer, key="secret", shown="Bearer secre") == 403
+    assert status(path, peer, key="secret", shown="secret") == 403
+
+
+@pytest.mark.parametrize("path", GUARDED)
+def test_with_the_key_it_may(path: str) -> None:
+    assert status(path, "10.0.0.9", key="secret", shown="Bearer secret") == 200
+
+
+@pytest.mark.parametrize("remote", [None, "", "localhost", "128.0.0.1", "::"])
+def test_addresses_that_are_not_the_pods_own(remote: str | None) -> None:
+    assert not is_loopback(remote)
