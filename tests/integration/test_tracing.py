@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any, Self
 
 import pytest
 
 from tests.engine import Fault, Received, ThreadedEngine
+from tests.integration import collector as real_collector
 from tests.integration.apis import CHAT, COMPLETIONS
 from tests.integration.sidecar import CANARY, Rig, Sidecar, chat, completion, eventually, free_ports, quick
 
@@ -282,3 +284,22 @@ def test_end_sends_what_is_left(collector: Collector) -> None:
         assert rig.post(COMPLETIONS, completion(), [SAMPLED]).status == 200
         rig.sidecar.stop()
     assert len(collector.spans) == 4
+
+
+def test_a_real_collector_understands_it(tmp_path: Path) -> None:
+    """Its receiver reads what ours only takes for granted: the JSON encoding of OTLP."""
+    collector = real_collector.program()
+    if collector is None:
+        pytest.skip("the collector's wheel cannot be had here")
+    with real_collector.running(collector, tmp_path) as running, ExitStack() as stack:
+        rig = Traced(stack, running.url).rig
+        assert rig.post(CHAT, chat(stream=True), [SAMPLED]).status == 200
+        eventually(lambda: "Span #3" in running.said and "pd.handoff.attached" in running.said)
+        said = running.said
+        eventually(lambda: rig.sidecar.metrics()("traces_total", outcome="exported") == 1)
+    assert said.count(f"Trace ID       : {TRACE}") == 4
+    assert said.count(f"Parent ID      : {PARENT}") == 1
+    assert "-> service.name: Str(pd-sidecar)" in said
+    assert "-> http.response.status_code: Int(200)" in said
+    assert "-> pd.handoff.attached: Bool(true)" in said
+    assert CANARY not in said
