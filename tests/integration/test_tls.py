@@ -28,6 +28,7 @@ from tests.integration.sidecar import (
     Rig,
     Sidecar,
     chat,
+    close_idle,
     completion,
     eventually,
     free_ports,
@@ -38,6 +39,8 @@ MIB = 1 << 20
 HOST = "127.0.0.1"
 CA = Authority()
 PAIR = CA.issue("localhost", HOST)
+
+WEBSOCKET = [("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ==")]
 
 Rigs = Callable[..., Rig]
 
@@ -206,10 +209,7 @@ def test_websocket_through_tls(tls_rig: Rigs, tmp_path: Path) -> None:
             "GET",
             "/v1/realtime",
             None,
-            [
-                *(("Connection", "Upgrade"), ("Upgrade", "websocket")),
-                *(("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ==")),
-            ],
+            [("Connection", "Upgrade"), ("Upgrade", "websocket"), *WEBSOCKET],
         )
         assert client.head().status == 101
     eventually(lambda: rig.decode.connections_open <= 1)
@@ -271,6 +271,31 @@ class _TlsStub:
             if self._goodbye:
                 secure.settimeout(1)
                 secure.unwrap()
+
+
+def test_stale_connections_are_replaced(tls_rig: Rigs, tmp_path: Path) -> None:
+    """An engine that ends its idle connections, at whatever moment: no request notices."""
+    rig = all_tls(tls_rig, tmp_path)
+    for number in range(60):
+        assert rig.chat().decision.startswith("remote")
+        for engine in (rig.prefill, rig.decode):
+            close_idle(engine)
+        time.sleep(0.0005 * (number % 5))
+    metrics = rig.sidecar.metrics()
+    assert metrics("handoffs_total", outcome="used") == metrics("prefill_attempts_total") == 60
+
+
+def test_engine_that_ends_a_tunnel(tls_rig: Rigs, tmp_path: Path) -> None:
+    """TLS knows no half-close: an engine that says it has no more ends the tunnel for the client too."""
+    rig = all_tls(tls_rig, tmp_path)
+    with rig.sidecar.connect() as client:
+        upgrade = [("Connection", "Upgrade"), ("Upgrade", "websocket")]
+        client.request("GET", "/v1/realtime", None, [*upgrade, *WEBSOCKET])
+        assert client.head().status == 101
+        connections = rig.decode.engine.server.connections
+        rig.decode.call(lambda: [connection.transport.close() for connection in list(connections)])
+        assert client.at_end()
+    assert "returning true" not in rig.sidecar.log
 
 
 # -- the serving port ------------------------------------------------------------------------------------------
@@ -467,6 +492,8 @@ def test_prefill_that_never_answers_the_handshake(tls_rig: Rigs, tmp_path: Path)
         answer = rig.chat()
         assert answer.decision == "recompute; reason=prefill_unreachable"
         assert time.monotonic() - began < 2
+        port = listener.getsockname()[1]
+        eventually(lambda: port not in {one.remote_port for one in rig.sidecar.descriptors().connections})
 
 
 def test_decode_with_a_foreign_name_is_not_there(tls_rig: Rigs, tmp_path: Path) -> None:
