@@ -4,12 +4,14 @@ Why not prometheus-client's own counters: each add takes a lock and a label look
 Label values come from fixed sets and from known endpoints, never from what a client sent.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 PREFIX = "pd_sidecar_"
 
@@ -40,13 +42,19 @@ class Histogram(Generic[Labels]):
         self.name, self.description, self.labels, self.buckets = name, description, labels, buckets
         self.values: dict[Labels, list[float]] = {}
         """Counts for each bucket and one beyond, then the sum."""
+        self._exemplars: dict[tuple[Labels, int], Exemplar] = {}
+        """The last traced observation of each bucket, for who scrapes OpenMetrics."""
 
-    def observe(self, labels: Labels, value: float) -> None:
+    def observe(self, labels: Labels, value: float, trace_id: str = "") -> None:
+        """`trace_id`: of the trace that the observation belongs to."""
         counts = self.values.get(labels)
         if counts is None:
             counts = self.values[labels] = [0] * (len(self.buckets) + 2)
-        counts[bisect_left(self.buckets, value)] += 1
+        bucket = bisect_left(self.buckets, value)
+        counts[bucket] += 1
         counts[-1] += value
+        if trace_id:
+            self._exemplars[labels, bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def count(self, labels: Labels) -> int:
         return int(sum(self.values.get(labels, [0])[:-1]))
@@ -55,10 +63,12 @@ class Histogram(Generic[Labels]):
         family = HistogramMetricFamily(PREFIX + self.name, self.description, labels=self.labels)
         bounds = [str(bound) for bound in self.buckets] + ["+Inf"]
         for labels, counts in list(self.values.items()):
-            running, buckets = 0.0, []
-            for bound, count in zip(bounds, counts[:-1], strict=True):
+            running: float = 0.0
+            buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+            for bucket, (bound, count) in enumerate(zip(bounds, counts[:-1], strict=True)):
                 running += count
-                buckets.append((bound, running))
+                exemplar = self._exemplars.get((labels, bucket))
+                buckets.append((bound, running) if exemplar is None else (bound, running, exemplar))
             family.add_metric(labels, buckets, counts[-1])
         return family
 

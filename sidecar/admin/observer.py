@@ -261,13 +261,20 @@ class Observer:
         self._limited.warning(f"engine {fault}", "decode engine: no connection (%s)", detail)
 
     def finished(
-        self, api: str, exchange: Exchange, status: int, times: Times, request_id: bytes, client_left: bool
+        self,
+        api: str,
+        exchange: Exchange,
+        status: int,
+        times: Times,
+        request_id: bytes,
+        client_left: bool,
+        trace_id: str = "",
     ) -> None:
         what = exchange.what.value
         self.requests.add((api, what, exchange.reason, str(status) if status else "none"))
         for outcome in exchange.handoff_outcomes:
             self.handoffs.add((outcome,))
-        self._time(what, status, times)
+        self._time(what, status, times, trace_id)
         self._compare(exchange, status, times)
         if api != "other":
             self._recent.append((time.time(), api, exchange, status, times, request_id, client_left))
@@ -284,12 +291,12 @@ class Observer:
         """What is known of the prefill endpoints."""
         return shown(self._endpoints, self.discovery)
 
-    def _time(self, what: str, status: int, times: Times) -> None:
+    def _time(self, what: str, status: int, times: Times, trace_id: str) -> None:
         if times.prefill_done:
             self.prefill_time.observe((), times.prefill_done - times.prefill_sent)
         if not times.first_byte or status != 200:
             return
-        self.ttft.observe((what,), times.first_byte - times.complete)
+        self.ttft.observe((what,), times.first_byte - times.complete, trace_id)
         self.decode_time.observe((), times.first_byte - times.decode_sent)
         self.overhead.observe((), _overhead_s(times))
 

@@ -514,6 +514,7 @@ class Runner:
                 self._times,
                 self._request.request_id,
                 self._client_left,
+                self._trace.trace_id if self._trace is not None else "",
             )
         if self._trace is not None:
             assert self._service.tracer is not None

@@ -57,8 +57,16 @@ class Observer(Protocol):
         """Answered before there was anything to decide."""
 
     def finished(
-        self, api: str, exchange: Exchange, status: int, times: Times, request_id: bytes, client_left: bool
-    ) -> None: ...
+        self,
+        api: str,
+        exchange: Exchange,
+        status: int,
+        times: Times,
+        request_id: bytes,
+        client_left: bool,
+        trace_id: str = "",
+    ) -> None:
+        """`trace_id`: "" if the request is not traced."""
 
     def leg_started(self, leg: str) -> None: ...
 

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -206,6 +207,19 @@ def test_own_traces(collector: Collector) -> None:
         assert "parentSpanId" not in found["GET (relayed)"]
         eventually(lambda: rig.sidecar.metrics()("traces_total", outcome="exported") == 1)
     assert CANARY not in json.dumps(collector.spans)
+
+
+def test_exemplars(collector: Collector) -> None:
+    """From a slow bucket of the dashboard to the trace that fell into it; for who asks for OpenMetrics."""
+    with ExitStack() as stack:
+        rig = traced(stack, collector)
+        assert rig.post(COMPLETIONS, completion(stream=True), [SAMPLED]).status == 200
+        request = Request(f"http://127.0.0.1:{rig.sidecar.admin_port}/metrics")
+        assert TRACE not in urlopen(request).read().decode()
+        request.add_header("accept", "application/openmetrics-text; version=1.0.0")
+        lines = urlopen(request).read().decode().splitlines()
+    (line,) = [line for line in lines if TRACE in line]
+    assert line.startswith('pd_sidecar_ttft_seconds_bucket{decision="remote"')
 
 
 def test_failed_prefill(collector: Collector) -> None:
