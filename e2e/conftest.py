@@ -111,7 +111,8 @@ def ask(
     where: Sidecar | Engine | int, api: Api, body: Any, timeout_s: float = ANSWER_TIMEOUT_S, **headers: str
 ) -> Answer:
     """One request on a connection of its own, and its whole answer."""
-    with Client((HOST, where if isinstance(where, int) else where.port), timeout_s=timeout_s) as client:
+    tls = None if isinstance(where, int) else where.tls
+    with Client((HOST, where if isinstance(where, int) else where.port), timeout_s=timeout_s, tls=tls) as client:
         client.request("POST", api.path, body, [(name.replace("_", "-"), value) for name, value in headers.items()])
         return client.answer("POST")
 

@@ -24,6 +24,7 @@ import shlex
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -227,6 +228,7 @@ class Engine:
     env: dict[str, str]
     cores: list[int] = field(default_factory=list)  # empty: any
     prog_thread: bool = False
+    tls: ssl.SSLContext | None = None  # how it is spoken to, if it was started with a certificate
     session: int = 0  # the process id of its server, 0 before the first start
     start_seconds: float = 0.0
     _zygote: Zygote | None = None
@@ -331,7 +333,11 @@ class Engine:
         timeout_seconds: float = 60.0,
     ) -> Response:
         """One HTTP request straight to the engine; a body that is not bytes goes as JSON. Raises OSError."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_seconds)
+        connection = (
+            http.client.HTTPConnection(HOST, self.port, timeout=timeout_seconds)
+            if self.tls is None
+            else http.client.HTTPSConnection(HOST, self.port, timeout=timeout_seconds, context=self.tls)
+        )
         try:
             sent = dict(headers or {})
             if body is not None and not isinstance(body, bytes):
@@ -393,6 +399,7 @@ class Rig:
     connector_config     its kv_connector_extra_config, beside what the rig sets
     extra_flags          for all; prefill_flags and decode_flags for one role; later ones override earlier
     extra_env            environment of all engines
+    tls                  how to speak to engines whose flags name a certificate
     """
 
     def __init__(
@@ -413,6 +420,7 @@ class Rig:
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         extra_env: Mapping[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.model = os.environ.get("PD_E2E_MODEL") or model
         self.model_name = Path(self.model).name  # what requests say in "model"
@@ -424,6 +432,7 @@ class Rig:
         self._connector_config = dict(connector_config or {})
         self._flags = {"prefill": [*extra_flags, *prefill_flags], "decode": [*extra_flags, *decode_flags]}
         self._env = dict(extra_env or {})
+        self._tls = tls
         self._counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
         self._pin = pin
         self._prog_thread = prog_thread
@@ -518,6 +527,7 @@ class Rig:
             env=env,
             cores=self._cores(role, index) if self._pin and not plain else [],
             prog_thread=prog_thread,
+            tls=self._tls,
         )
 
     def _args(self, role: Role, port: int, path: str, *, plain: bool) -> list[str]:
