@@ -33,6 +33,7 @@ TIMEOUT_S = 5.0
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """After a failure, doubled with each further one: meanwhile the queue fills and overflows."""
 LAST_WORDS_S = 2.0
+MAX_ANSWER_BYTES = 65536
 
 _log = logging.getLogger("sidecar")
 
@@ -159,11 +160,24 @@ class Tracer:
             async with self._session.post(
                 self._url, data=body, headers=self._headers, allow_redirects=False
             ) as response:
-                return "" if response.status == 200 else f"the collector says {response.status}"
+                if response.status != 200:
+                    return f"the collector says {response.status}"
+                rejected = _rejected(await response.content.read(MAX_ANSWER_BYTES))
+                if rejected:
+                    self._limited.warning("rejected spans", "traces: %s: %s spans rejected", self._url, rejected)
+                return ""
         except TimeoutError:
             return f"no answer within {TIMEOUT_S:g} s"
         except (aiohttp.ClientError, OSError) as error:
             return getattr(error, "strerror", None) or type(error).__name__
+
+
+def _rejected(answer: bytes) -> int:
+    """How many spans of those that it took a collector threw away (`ExportTracePartialSuccess`)."""
+    try:
+        return int(msgspec.json.decode(answer)["partialSuccess"]["rejectedSpans"])
+    except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError, ValueError):
+        return 0
 
 
 # -- OpenTelemetry's environment variables -------------------------------------------------------------------

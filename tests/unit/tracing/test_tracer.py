@@ -72,6 +72,23 @@ def test_full_queue_drops_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted == {"overflow": 2}
 
 
+@pytest.mark.parametrize(
+    ("answer", "rejected"),
+    [
+        (b"{}", 0),
+        (b'{"partialSuccess":{}}', 0),
+        (b'{"partialSuccess":{"rejectedSpans":"3","errorMessage":"x"}}', 3),
+        (b'{"partialSuccess":{"rejectedSpans":3}}', 3),
+        (b'{"partialSuccess":null}', 0),
+        (b"[]", 0),
+        (b"\xff", 0),
+        (b"", 0),
+    ],
+)
+def test_partial_success(answer: bytes, rejected: int) -> None:
+    assert room._rejected(answer) == rejected
+
+
 class Silent(asyncio.Protocol):
     """Takes everything and says nothing."""
 
