@@ -90,6 +90,10 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     tls_ca: Annotated[
         str, _m("PEM file of authorities for the engines' certificates; empty: those of the system")
     ] = ""
+    tls_client_cert: Annotated[
+        str,
+        _m("folder with tls.crt and tls.key for engines that ask for a certificate; taken over when they change"),
+    ] = ""
     probe_token_file: Annotated[
         str, _m("file with the bearer key for probes of engines and warm-up; taken over when it changes")
     ] = ""

@@ -80,22 +80,16 @@ def server_context(cert: Path, key: Path, client_ca: Path | None) -> ServerConte
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.sslobject_class = _Handshake
     context.set_alpn_protocols([ALPN])
-    try:
-        context.load_cert_chain(cert, key, password=_no_password)
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise BadTls(f"{key} is not the key of {cert}") from None
-        raise BadTls(f"{cert} and {key}: no PEM pair ({describe(error)})") from None
-    except (OSError, ValueError) as error:
-        raise BadTls(f"{cert} and {key}: {getattr(error, 'strerror', None) or error}") from None
+    _show(context, cert, key)
     if client_ca is not None:
         _trust(context, client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
-def client_context(ca: Path | None, *, verify: bool) -> ssl.SSLContext:
-    """Towards engines: `ca` in place of the system's authorities. Raises `BadTls`."""
+def client_context(ca: Path | None, *, verify: bool, own: tuple[Path, Path] | None = None) -> ssl.SSLContext:
+    """Towards engines: `ca` in place of the system's authorities; `own` is the certificate and its key for those
+    that ask for one. Raises `BadTls`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([ALPN])
@@ -106,7 +100,20 @@ def client_context(ca: Path | None, *, verify: bool) -> ssl.SSLContext:
         context.load_default_certs()
     else:
         _trust(context, ca)
+    if own is not None:
+        _show(context, *own)
     return context
+
+
+def _show(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    try:
+        context.load_cert_chain(cert, key, password=_no_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise BadTls(f"{key} is not the key of {cert}") from None
+        raise BadTls(f"{cert} and {key}: no PEM pair ({describe(error)})") from None
+    except (OSError, ValueError) as error:
+        raise BadTls(f"{cert} and {key}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _trust(context: ssl.SSLContext, ca: Path) -> None:
@@ -279,8 +286,7 @@ class Tls:
             return None
         if not settings.cert_path:
             raise BadTls("--secure-serving on needs --cert-path DIR with tls.crt and tls.key")
-        folder = Path(settings.cert_path)
-        cert, key = folder / "tls.crt", folder / "tls.key"
+        cert, key = _pair(settings.cert_path)
         client_ca = Path(settings.client_ca) if settings.client_ca else None
 
         def make() -> ssl.SSLContext:
@@ -316,16 +322,26 @@ def _towards(role: str, settings: Settings) -> Renewable | None:
         raise BadTls("--enable-tls decoder: no TLS is spoken on --model-server-uds")
     verify = role not in settings.tls_insecure_skip_verify
     ca = Path(settings.tls_ca) if settings.tls_ca and verify else None
-    what = f"--tls-ca towards the {role}"
-    return Renewable.of(
-        what, ssl.PROTOCOL_TLS_CLIENT, [ca] if ca else [], lambda: client_context(ca, verify=verify)
-    )
+    own = _pair(settings.tls_client_cert) if settings.tls_client_cert else None
+
+    def make() -> ssl.SSLContext:
+        if own is not None:
+            _check_dates(own[0])
+        return client_context(ca, verify=verify, own=own)
+
+    files = [*([ca] if ca else []), *(own or ())]
+    return Renewable.of(f"certificates towards the {role}", ssl.PROTOCOL_TLS_CLIENT, files, make)
+
+
+def _pair(folder: str) -> tuple[Path, Path]:
+    """Certificate and key, as a Secret of type kubernetes.io/tls is mounted."""
+    return Path(folder) / "tls.crt", Path(folder) / "tls.key"
 
 
 def problem(settings: Settings) -> str:
     """What is wrong with the files that the settings name, in one line, or ""."""
-    if settings.tls_ca and not settings.enable_tls:
-        return "--tls-ca is for TLS towards engines: set --enable-tls prefiller or decoder"
+    if (settings.tls_ca or settings.tls_client_cert) and not settings.enable_tls:
+        return "--tls-ca and --tls-client-cert are for TLS towards engines: set --enable-tls prefiller or decoder"
     try:
         Tls(settings)
     except BadTls as error:

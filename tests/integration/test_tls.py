@@ -341,8 +341,8 @@ def test_old_tls_is_refused(tls_rig: Rigs) -> None:
     assert rig.sidecar.metrics()("tls_handshakes_total", outcome="ok") == 0
 
 
-def _ask_once(sidecar: Sidecar, context: ssl.SSLContext) -> None:
-    with Client(sidecar.address, tls=context) as client:
+def _ask_once(address: tuple[str, int], context: ssl.SSLContext) -> None:
+    with Client(address, tls=context) as client:
         client.request("GET", "/v1/models", None)
         client.answer()  # a TLS 1.3 client hears that it was refused with its first read
 
@@ -354,7 +354,7 @@ def test_client_without_certificate_is_refused(tls_rig: Rigs, tmp_path: Path) ->
     for number, pair in enumerate((None, foreign.issue("client"))):
         context = CA.client_context(pair, tmp_path / str(number))
         with pytest.raises((ssl.SSLError, ConnectionError, Cut)):
-            _ask_once(rig.sidecar, context)
+            _ask_once(rig.sidecar.address, context)
     metrics = rig.sidecar.metrics()
     assert metrics("tls_handshakes_total", outcome="no_certificate") == 1
     assert metrics("tls_handshakes_total", outcome="bad_certificate") == 1
@@ -513,6 +513,31 @@ def test_decode_with_a_foreign_name_is_not_there(tls_rig: Rigs, tmp_path: Path) 
             sidecar.stop()
         finally:
             sidecar.kill()
+
+
+def test_engines_that_ask_for_a_certificate(tls_rig: Rigs, tmp_path: Path) -> None:
+    """mTLS the other way round: a neighbour that is not a sidecar gets nothing from the engines."""
+    strict = PAIR.server_context(tmp_path / "engines")
+    strict.load_verify_locations(cadata=CA.pem.decode())
+    strict.verify_mode = ssl.CERT_REQUIRED
+    own = CA.issue("sidecar").write(tmp_path / "own")
+    rig = tls_rig("--tls-client-cert", str(own), prefill=strict, decode=strict)
+    assert rig.chat().decision.startswith("remote")
+    with pytest.raises((ssl.SSLError, ConnectionError, Cut)):
+        _ask_once((HOST, rig.decode.port), CA.client_context())
+
+
+def test_prefill_that_asks_for_a_certificate_that_we_have_not(tls_rig: Rigs, tmp_path: Path) -> None:
+    """TLS 1.3 says so after the handshake; a fault of the connection, not a hang."""
+    strict = PAIR.server_context(tmp_path / "engines")
+    strict.load_verify_locations(cadata=CA.pem.decode())
+    strict.verify_mode = ssl.CERT_REQUIRED
+    rig = tls_rig(prefill=strict)
+    began = time.monotonic()
+    answer = rig.chat()
+    assert answer.status == 200
+    assert answer.decision in ("recompute; reason=prefill_reset", "recompute; reason=prefill_refused")
+    assert time.monotonic() - began < 3
 
 
 def test_probe_key_for_probes_and_warm_up(tmp_path: Path) -> None:

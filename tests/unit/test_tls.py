@@ -73,6 +73,15 @@ MISTAKES: dict[str, tuple[Prepare, str]] = {
     "client CA without TLS": (lambda _: ["--client-ca", "x"], "--secure-serving on"),
     "no engine CA": (lambda f: ["--enable-tls", "prefiller", "--tls-ca", f"{f}/none"], "No such file"),
     "engine CA without TLS": (lambda f: ["--tls-ca", f"{f}/none"], "--enable-tls"),
+    "own certificate without TLS": (lambda f: ["--tls-client-cert", str(f)], "--enable-tls"),
+    "no own certificate": (lambda f: ["--enable-tls", "decoder", "--tls-client-cert", str(f)], "No such file"),
+    "own certificate expired": (
+        lambda f: [
+            *("--enable-tls", "decoder", "--tls-client-cert"),
+            str(CA.issue("x", begins=-2 * DAY, ends=-DAY).write(f)),
+        ],
+        "expired at",
+    ),
     "no check without TLS": (
         lambda _: ["--enable-tls", "decoder", "--tls-insecure-skip-verify", "prefiller"],
         "--enable-tls prefiller",
