@@ -23,8 +23,8 @@ OPEN = frozenset({"/metrics", "/livez", "/readyz", "/startupz"})
 def application(
     settings: config.Settings, observer: Observer, switch: Switch, health: Health, key: Callable[[], str]
 ) -> web.Application:
-    """/metrics, /livez, /readyz, /startupz, /config, /decisions, /endpoints, /disagg. All but the first four are for the pod
-    itself and for who shows the bearer `key` ("": nobody else)."""
+    """/metrics, /livez, /readyz, /startupz, /config, /decisions, /endpoints, /disagg. All but the first four are
+    for the pod itself and for who shows the bearer `key` ("": nobody else)."""
     registry = CollectorRegistry()
     registry.register(observer.collection)
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
