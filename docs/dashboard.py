@@ -126,6 +126,21 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], 
         (
             (
                 "timeseries",
+                "Discovered endpoints",
+                "none",
+                ((f"sum by (state) (pd_sidecar_discovery_endpoints{{{SELECT}}})", "{{state}}"),),
+            ),
+            (
+                "timeseries",
+                "Age of what discovery knows, its errors",
+                "s",
+                (
+                    (f"max by (pod) (pd_sidecar_discovery_age_seconds{{{SELECT}}})", "{{pod}}"),
+                    (_rate("pd_sidecar_discovery_errors_total", "reason"), "errors/s: {{reason}}"),
+                ),
+            ),
+            (
+                "timeseries",
                 "Breakers (0 closed, 1 half open, 2 open)",
                 "none",
                 ((f"max by (prefill) (pd_sidecar_breaker_state{{{SELECT}}})", "{{prefill}}"),),

@@ -135,8 +135,9 @@ def test_the_package_is_the_chart(name: str, tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_the_settings() -> None:
-    """Where the chart spells a default out, it is the one that `serve` has. JSON logs are the one exception."""
+    """Where the chart spells a default out, it is that of `serve`, but for JSON logs and discovery."""
     settings = yaml.safe_load((CHART / "values.yaml").read_text())["sidecar"]["settings"]
     defaults = {field.name: field.default for field in config.FIELDS}
     assert settings.pop("log-format") == "json"
+    assert settings.pop("discovery") == "kubernetes"
     assert settings == {name: defaults[name] for name in settings}

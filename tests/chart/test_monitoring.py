@@ -157,6 +157,8 @@ CALM = {
     'pd_sidecar_breaker_state{prefill="10.0.0.5:8000"}': "0x60",
     'pd_sidecar_nixl_handshakes_total{outcome="live"}': "0+10x60",
     'pd_sidecar_nixl_handshakes_total{outcome="silent"}': "3x60",
+    'pd_sidecar_discovery_endpoints{state="ready"}': "2x60",
+    "pd_sidecar_discovery_age_seconds": "70x60",
     'pd_sidecar_handoffs_total{outcome="used"}': "0+600x60",
     'pd_sidecar_handoffs_total{outcome="stranded"}': "0+1x60",
     "pd_sidecar_tls_certificate_not_after_seconds": "2000000x60",
@@ -174,6 +176,11 @@ FAULTS: dict[str, dict[str, str]] = {
     "PdSidecarBreakerOpen": {'pd_sidecar_breaker_state{prefill="10.0.0.5:8000"}': "2x60"},
     "PdSidecarPrefillBlocked": {
         'pd_sidecar_prefill_blocked{prefill="10.0.0.5:8000",reason="incompatible"}': "1x60"
+    },
+    "PdSidecarDiscoveryStale": {"pd_sidecar_discovery_age_seconds": "0+60x60"},
+    "PdSidecarNoPrefill": {
+        'pd_sidecar_discovery_endpoints{state="ready"}': "0x60",
+        'pd_sidecar_requests_total{decision="local",reason="no_target",status="200"}': "0+60x60",
     },
     "PdSidecarHandshakes": {'pd_sidecar_nixl_handshakes_total{outcome="silent"}': "0+1x60"},
     "PdSidecarStranded": {'pd_sidecar_handoffs_total{outcome="stranded"}': "0+60x60"},

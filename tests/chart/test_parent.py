@@ -24,12 +24,17 @@ def test_the_container_stands_in_the_parents_pod(documents: list[Object]) -> Non
     for document in documents:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
         validated["objects of a parent chart with kubernetes-validate, strict"] += 1
-    assert sorted(each["kind"] for each in documents) == ["ConfigMap", "ServiceAccount", "StatefulSet"]
+    assert sorted(each["kind"] for each in documents) == [
+        *("ConfigMap", "Role", "RoleBinding"),
+        *("ServiceAccount", "StatefulSet"),
+    ]
     spec = one(documents, "StatefulSet")["spec"]["template"]["spec"]
     sidecar = spec["initContainers"][0]
     assert (sidecar["name"], sidecar["restartPolicy"]) == ("routing-proxy", "Always")
     assert {"--model-server-port=8001", "--prefill-allow=10.0.0.0/8"} <= set(sidecar["args"])
-    assert spec["serviceAccountName"] == one(documents, "ServiceAccount")["metadata"]["name"]
+    assert {"--discovery=kubernetes", "--discovery-model=mine"} <= set(sidecar["args"])
+    account = one(documents, "ServiceAccount")["metadata"]["name"]
+    assert spec["serviceAccountName"] == account == one(documents, "RoleBinding")["subjects"][0]["name"]
     assert {mount["name"] for mount in sidecar["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
     switch = one(documents, "ConfigMap")
     assert switch["data"]["sidecar.yaml"] == 'disagg: "on"\n'

@@ -194,7 +194,8 @@ def test_both_sides_run_the_same_model_in_the_same_way(values: str) -> None:
 
 def test_the_selector_is_a_value() -> None:
     labels = {"app": "mine", "llm-d.ai/role": "decode"}
-    documents = with_values({"decode.selectorLabels": labels, "networkPolicy.enabled": True})
+    none = {"sidecar.settings.discovery": "none", "networkPolicy.enabled": True}
+    documents = with_values({"decode.selectorLabels": labels} | none)
     deployment = one(documents, "Deployment", "decode")
     assert deployment["spec"]["selector"]["matchLabels"] == labels
     assert labels.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
@@ -267,7 +268,14 @@ def test_only_the_sidecar_may_read_and_only_what_discovery_needs() -> None:
     assert tokens == {"routing-proxy"}
 
 
-@pytest.mark.parametrize("values", [name for name in WITH_PODS if name != "discovery"])
+def test_without_a_pool_there_is_no_right_to_read_one() -> None:
+    role = one(rendered("minimal"), "Role")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    assert role["metadata"]["namespace"] == "space"
+    assert not [each for each in with_values({"rbac.create": False}) if each["kind"].startswith("Role")]
+
+
+@pytest.mark.parametrize("values", ["data-parallel", "plain-container"])
 def test_without_discovery_there_is_nothing_to_read(values: str) -> None:
     assert not [each for each in rendered(values) if each["kind"] in ("Role", "RoleBinding", "ClusterRole")]
     assert "token" not in str(decode(values)["volumes"])

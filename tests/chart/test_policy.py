@@ -130,7 +130,7 @@ def test_table(values: str, source: Any, target: Any, port: Any, expected: bool)
 
 
 def test_without_dns_and_extras_prefill_pods_reach_nobody() -> None:
-    none = {"networkPolicy.enabled": True, "networkPolicy.dns": []}
+    none = {"networkPolicy.enabled": True, "networkPolicy.dns": [], "sidecar.settings.discovery": "none"}
     policy = one(with_values(none), "NetworkPolicy", "prefill")
     kubernetes_validate.validate(policy, KUBERNETES, strict=True)
     assert not policy["spec"]["egress"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.chart.render import one, rendered, sidecars, validated, with_values
+from tests.chart.render import one, sidecars, validated, with_values
 from tests.engine import ThreadedEngine
 from tests.integration.sidecar import Sidecar, eventually
 
@@ -67,7 +67,7 @@ def sidecar(engine: ThreadedEngine, volume: ConfigMapVolume) -> Iterator[Sidecar
     moved = ("--port", "--metrics-port", "--model-server-port", "--prefill-side-channel-port")
     arguments = [
         argument.replace("/etc/pd-sidecar", str(volume.folder))
-        for argument in sidecars(rendered("minimal"))[0]["args"][1:]
+        for argument in sidecars(with_values({"sidecar.settings.discovery": "none"}))[0]["args"][1:]
         if argument.partition("=")[0] not in moved
     ]
     process = Sidecar(*arguments, "--model-server-port", str(engine.port))
