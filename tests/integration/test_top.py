@@ -27,7 +27,8 @@ def once(url: str, *more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_one_frame(rig: Rig) -> None:
+def test_one_frame(rigged: Callable[..., Rig]) -> None:
+    rig = rigged("--drain-timeout", "58")  # its own: of many endpoints a frame shows the first
     assert rig.post(COMPLETIONS, completion()).decision.startswith("remote")
     done = once(f"127.0.0.1:{rig.sidecar.admin_port}")
     assert (done.returncode, done.stderr) == (0, "")
