@@ -24,13 +24,14 @@ FAIL = ("--on-prefill-failure", "fail")
 
 def test_before_the_prefill(pair: Pair) -> None:
     questions = Questions(pair.decode)
-    sidecar, strict = pair.serve(*FLAGS), pair.serve(*FLAGS, *FAIL)
+    long = ("--prefill-timeout", "300")  # what answers no probe is not waited for that long
+    sidecar, strict = pair.serve(*FLAGS, *long), pair.serve(*FLAGS, *long, *FAIL)
     assert questions.next().ask(sidecar).decision.startswith("remote")
     pair.prefill.stop()
     asking = Asking(sidecar, [questions.next() for _ in range(4)])
-    (answer,) = Asking(strict, [questions.next()]).answers(PREFILL_TIMEOUT_S + COMPUTE_S)
-    assert (answer.status, answer.reason_code) == (504, "prefill_timeout")
-    assert "recompute; reason=prefill_timeout" in asking.decisions(PREFILL_TIMEOUT_S + COMPUTE_S)
+    (answer,) = Asking(strict, [questions.next()]).answers(PULL_TIMEOUT_S + COMPUTE_S)
+    assert (answer.status, answer.reason_code) == (504, "prefill_peer_silent")
+    assert "recompute; reason=prefill_peer_silent" in asking.decisions(PULL_TIMEOUT_S + COMPUTE_S)
     pair.prefill.cont()
     eventually(lambda: questions.next().ask(sidecar).decision.startswith("remote"))
     idle(sidecar)

@@ -420,9 +420,9 @@ class Sidecar:
         assert self._session is not None
         return EngineProbe(self._session, self._to_prefill.url(endpoint.label), self._to_prefill)
 
-    async def _prefill_alive(self, endpoint: Endpoint, handoff: Handoff, timeout_s: float) -> str:
+    async def _prefill_alive(self, endpoint: Endpoint, handoff: Handoff | None, timeout_s: float) -> str:
         problem = await self._prefill_probe(endpoint).healthy(timeout_s)
-        if problem or self._gate is None:
+        if problem or handoff is None or self._gate is None:
             return problem
         return await self._gate.alive(handoff, timeout_s)
 

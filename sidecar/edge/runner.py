@@ -229,6 +229,8 @@ class Runner:
             self._trace.for_prefill() if self._trace is not None else b"",
             len(body),
         )
+        # A frozen engine would keep the request for the whole of --prefill-timeout.
+        self._unwatch = service.watch.watch(endpoint, None, self._peer_silent)
         self._start_leg(PrefillLeg(self, (head, body)), service.prefill_pool(endpoint))
 
     def _check(self, command: life.Check) -> None:

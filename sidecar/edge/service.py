@@ -97,7 +97,9 @@ class Tracer(Protocol):
 class PeerWatch(Protocol):
     """Watches a prefill peer while the decode engine waits for its KV."""
 
-    def watch(self, endpoint: Endpoint, handoff: Handoff, silent: Callable[[str], None]) -> Callable[[], None]:
+    def watch(
+        self, endpoint: Endpoint, handoff: Handoff | None, silent: Callable[[str], None]
+    ) -> Callable[[], None]:
         """Calls `silent` once the peer has not answered for `--pull-timeout`; returns how to stop watching."""
 
 

@@ -1,4 +1,4 @@
-"""Watches prefill peers while a decode engine waits for their KV.
+"""Watches prefill peers while a decode engine waits for their KV, or a request for their answer.
 
 A decode engine waits for ever for blocks of an engine that is frozen (vLLM 0.32 has no transfer timeout), so the
 peer is asked, once for all requests that wait for it, whether it is still there. Nothing is asked for requests that
@@ -19,13 +19,14 @@ _log = logging.getLogger("sidecar")
 FIRST_PROBE_AFTER_S = 0.5
 PROBE_EVERY_S = 1.0
 
-Alive = Callable[[Endpoint, Handoff, float], Awaitable[str]]
+Alive = Callable[[Endpoint, Handoff | None, float], Awaitable[str]]
 """Asks a peer within a time limit; "" if it answers, else what is wrong."""
 
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    handoff: Handoff
+    handoff: Handoff | None
+    """None: its prefill is under way."""
     silent: Callable[[str], None]
     since: float
 
@@ -41,7 +42,9 @@ class Watch:
         self._waiting: dict[Endpoint, dict[_Waiter, None]] = {}
         self._probing: set[Endpoint] = set()
 
-    def watch(self, endpoint: Endpoint, handoff: Handoff, silent: Callable[[str], None]) -> Callable[[], None]:
+    def watch(
+        self, endpoint: Endpoint, handoff: Handoff | None, silent: Callable[[str], None]
+    ) -> Callable[[], None]:
         """Calls `silent` once, with what is wrong, unless the function returned is called before."""
         waiter = _Waiter(handoff, silent, self._now())
         waiters = self._waiting.setdefault(endpoint, {})
@@ -75,7 +78,7 @@ class Watch:
         last_seen = 0.0
         try:
             while waiters:
-                handoff = next(iter(waiters)).handoff
+                handoff = next((waiter.handoff for waiter in waiters if waiter.handoff is not None), None)
                 try:
                     problem = await self._alive(endpoint, handoff, every_s)
                 except Exception as error:  # a probe that cannot be made must not leave the waiters to themselves

@@ -226,6 +226,18 @@ def _prefill_says_nothing(rig: Rig, body: dict[str, Any]) -> Answer:
     return answer
 
 
+@scenario(Stage.PREFILL, "peer_silent", prefill={"num_blocks": 4096})
+def _prefill_freezes(rig: Rig, body: dict[str, Any]) -> Answer:
+    """Long before the deadline of the stage: what answers no probe will not answer the request either."""
+    rig.prefill.fault(Fault(silence=True), path=COMPLETIONS)
+    with rig.open(COMPLETIONS, body) as client:
+        rig.prefill.wait_for(lambda engine: any(one.method == "POST" for one in engine.requests))
+        rig.prefill.freeze()
+        answer = client.answer("POST")
+    rig.prefill.thaw()
+    return answer
+
+
 @scenario(Stage.PREFILL, "busy")
 def _prefill_busy(rig: Rig, body: dict[str, Any]) -> Answer:
     rig.prefill.fault(Fault(status=429), path=COMPLETIONS)

@@ -79,6 +79,7 @@ PLAYS = {
     (Stage.PREFILL, "unreachable"): lambda w: _prefilling(w) >> fault("unreachable"),
     (Stage.PREFILL, "reset"): lambda w: _prefilling(w) >> fault("reset"),
     (Stage.PREFILL, "timeout"): lambda w: _prefilling(w) >> fault("timeout"),
+    (Stage.PREFILL, "peer_silent"): lambda w: _prefilling(w) >> fault("peer_silent"),
     (Stage.PREFILL, "busy"): lambda w: _prefilling(w) >> prefilled(429, b"{}"),
     (Stage.PREFILL, "server_error"): lambda w: _prefilling(w) >> prefilled(500, b"{}"),
     (Stage.PREFILL, "unexpected"): lambda w: _prefilling(w) >> prefilled(302, b""),

@@ -101,7 +101,7 @@ class Told:
                 self.end()
 
     def _prefill(self, host: str) -> None:
-        what = self.pick(*["answered"] * 12, "status", "lost", "timeout", "too_large")
+        what = self.pick(*["answered"] * 12, "status", "lost", "timeout", "peer_silent", "too_large")
         if what == "answered":
             body = BODIES[self.choose(len(BODIES))](host)
             self.became(self.exchange.prefill_answered(200, body, self.world.clock, self.choose(2) * 16))

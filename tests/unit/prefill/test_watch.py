@@ -21,18 +21,20 @@ class World:
         self.problem = "no answer"
         self.error: Exception | None = None
         self.asked: list[str] = []
+        self.handoffs: list[Handoff | None] = []
         self.told: list[str] = []
         self.background = Background()
         self.watch = Watch(self.background, self.alive, TIMEOUT_S, asyncio.get_running_loop().time)
 
-    async def alive(self, endpoint: Endpoint, _handoff: Handoff, timeout_s: float) -> str:
+    async def alive(self, endpoint: Endpoint, handoff: Handoff | None, timeout_s: float) -> str:
         assert timeout_s <= TIMEOUT_S
         self.asked.append(endpoint.label)
+        self.handoffs.append(handoff)
         if self.error is not None:
             raise self.error
         return self.problem
 
-    def wait_for(self, endpoint: Endpoint, handoff: Handoff = HANDOFF) -> Callable[[], None]:
+    def wait_for(self, endpoint: Endpoint, handoff: Handoff | None = HANDOFF) -> Callable[[], None]:
         return self.watch.watch(endpoint, handoff, self.told.append)
 
 
@@ -198,5 +200,23 @@ def test_waiter_that_fails_does_not_leave_the_others_alone() -> None:
         world.wait_for(a)
         await asyncio.sleep(TIMEOUT_S * 3)
         assert world.told == ["a:1: no answer"]
+
+    run(main)
+
+
+def test_a_prefill_under_way_has_no_handoff_yet() -> None:
+    """One probe for all: it asks for the handoff of whoever has one."""
+
+    async def main(world: World) -> None:
+        a = peer()
+        stop = world.wait_for(a, None)
+        await asyncio.sleep(1.5)
+        assert set(world.handoffs) == {None}
+        world.handoffs.clear()
+        world.wait_for(a)
+        await asyncio.sleep(TIMEOUT_S * 2)
+        assert set(world.handoffs) == {HANDOFF}
+        assert world.told == ["a:1: no answer"] * 2
+        stop()
 
     run(main)
