@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -51,6 +52,7 @@ from transport.side_channels import SideChannels
 _log = logging.getLogger("sidecar")
 
 ENGINE_CONNECT_TIMEOUT_S = 5.0
+M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,6 +178,8 @@ class Sidecar:
         """Raises `OSError` if a port cannot be had."""
         settings = self.settings
         _raise_descriptor_limit()
+        if self._tls.in_use:
+            _give_large_blocks_back()
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         probes = [self._engine_probe(rank) for rank in range(settings.data_parallel_size)]
         health = Health(self._live, probes, self._not_yet)
@@ -487,6 +491,14 @@ def _local_side_channel(settings: config.Settings) -> SideChannel:
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or settings.model_server_host
     port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "")
     return SideChannel(host, int(port) if port.isdigit() else 5600)
+
+
+def _give_large_blocks_back() -> None:
+    """uvloop keeps 256 KiB for each TLS connection. glibc would soon serve them from the heap (mallopt(3): its
+    threshold for blocks of their own grows), where they leave holes: 84 MiB and rising after 12,000 requests of a
+    storm, in place of 57."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 131072)
 
 
 def _raise_descriptor_limit() -> None:

@@ -309,8 +309,13 @@ class Tls:
                 await loop.run_in_executor(None, look)
 
     @property
+    def in_use(self) -> bool:
+        """Whether TLS is spoken with anyone."""
+        return any((self.serving, self.prefill, self.decode))
+
+    @property
     def reads_files(self) -> bool:
-        return any((self.serving, self.prefill, self.decode, self.probe_key.key, self.admin_key.key))
+        return self.in_use or bool(self.probe_key.key or self.admin_key.key)
 
 
 def _towards(role: str, settings: Settings) -> Renewable | None:

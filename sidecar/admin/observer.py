@@ -171,9 +171,9 @@ class Observer:
                 Gauge("breaker_state", "0 closed, 1 half open, 2 open", ("prefill",), self._read_breakers),
                 Gauge(
                     "prefill_inflight",
-                    "Open prefill legs by endpoint",
+                    "Open prefill legs by endpoint, of those that have any",
                     ("prefill",),
-                    lambda: [((endpoint.label,), float(endpoint.in_flight)) for endpoint in endpoints],
+                    lambda: [((one.label,), float(one.in_flight)) for one in endpoints if one.in_flight],
                 ),
                 Gauge(
                     "prefill_blocked",

@@ -29,6 +29,7 @@ READ_IN_PLACE_BYTES = 131072
 
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 60, 15, 4
 
+_NO_PARSER = cast("httptools.HttpRequestParser", None)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -116,6 +117,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.deadline = 0.0
         self._parser = httptools.HttpRequestParser(self)
+        """Until the connection's end: it knows us, and only the collector would part the two."""
         self._target = b""
         self._headers: Headers = []
         self._trailers: Headers = []
@@ -151,6 +153,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
         self.transport = None
+        self._parser = _NO_PARSER
         self._leave()
 
     def _leave(self) -> None:
@@ -448,6 +451,7 @@ class ClientConnection(asyncio.Protocol):
         self._connections.discard(self)
         self._runner = None
         self.transport = None
+        self._parser = _NO_PARSER
 
     # -- time ----------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ MAX_HEAD_BYTES = 65536
 _END_OF_HEAD = b"\r\n\r\n"
 _CHUNK_SIZES = {b"%x" % size: size for size in range(1, 4096)}
 """Size lines of small chunks, as uvicorn writes them. Any other spelling is the parser's business."""
+_NO_PARSER = cast("httptools.HttpResponseParser", None)
 TLS_SLICE_BYTES = 262144
 """uvloop encrypts all that it is given at once: a large body would stand still for it, and be held twice more."""
 
@@ -124,7 +125,8 @@ class EngineConnection(asyncio.Protocol):
         """IP address at the other end, or "" for a Unix socket."""
         self.idle_since = 0.0
         self.reused = False
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser = _NO_PARSER
+        """From the connection's beginning to its end: it knows us, and only the collector would part the two."""
         self._headers: Headers = []
         self._reason = b""
         self._pieces: list[bytes] = []
@@ -197,6 +199,7 @@ class EngineConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.peer_host = str(peer[0]).partition("%")[0] if isinstance(peer, tuple) else ""
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from asyncio's
+        self._parser = httptools.HttpResponseParser(self)
         if transport.get_extra_info("ssl_object") is not None:
             self._encrypts = True
             self.transport.set_write_buffer_limits(high=TLS_SLICE_BYTES)
@@ -227,6 +230,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
         self.transport = self._unsent = None
+        self._parser = _NO_PARSER
         leg, self.leg, self.relay = self.leg, None, None
         if leg is None:
             return
@@ -267,6 +271,7 @@ class EngineConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             head = self._make_head()
             self.leg = None
+            self._parser = _NO_PARSER
             self._pool.forget(self)
             leg.upgraded(head, data[end:])
             return

@@ -177,6 +177,12 @@ class DecodeLeg(Leg):
         self._to_client: asyncio.Transport | None = None
         self._at_boundary = True
 
+    def drop(self) -> None:
+        super().drop()
+        # What is kept of itself and of the client's connection would be kept until the collector comes.
+        self._write = _written_off
+        self._to_client = None
+
     def connected(self, connection: EngineConnection, reused: bool) -> None:
         if self._dropped:
             connection.abort()
@@ -397,6 +403,10 @@ class DecodeLeg(Leg):
         if not self._at_boundary and self._write == self._write_raw:
             return b""  # in the middle of a chunk of announced size nothing can be said
         return b"%x\r\n%b\r\n" % (len(event), event)
+
+
+def _written_off(_raw: bytes, _pieces: Sequence[bytes]) -> None:
+    """What comes after a leg's end."""
 
 
 __all__ = ["DecodeLeg", "Leg", "PrefillLeg"]

@@ -298,6 +298,22 @@ def test_engine_that_ends_a_tunnel(tls_rig: Rigs, tmp_path: Path) -> None:
     assert "returning true" not in rig.sidecar.log
 
 
+def test_connections_leave_no_memory(tls_rig: Rigs, tmp_path: Path) -> None:
+    """Each takes hundreds of kilobytes while it lasts: nothing may wait for the collector to be given back."""
+    rig = all_tls(tls_rig, tmp_path)
+    rig.target = ""
+
+    def connect(times: int) -> None:
+        for _ in range(times):
+            assert rig.post(COMPLETIONS, completion(10, stream=True)).status == 200
+            close_idle(rig.decode)
+
+    connect(100)
+    warm = rig.sidecar.rss_mib
+    connect(500)
+    assert rig.sidecar.rss_mib - warm < 4
+
+
 # -- the serving port ------------------------------------------------------------------------------------------
 
 
