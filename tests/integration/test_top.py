@@ -90,7 +90,10 @@ def test_from_outside_the_pod_with_the_key_only(rigged: Callable[..., Rig], tmp_
     key = {"authorization": f"Bearer {CANARY}-admin"}
     for path in ("/metrics", "/livez", "/readyz", "/startupz"):
         assert _status("GET", address, port, path, {}) == 200
-    for method, path in (("GET", "/config"), ("GET", "/decisions"), ("GET", "/disagg"), ("PUT", "/disagg")):
+    for method, path in (
+        *(("GET", "/config"), ("GET", "/decisions"), ("GET", "/endpoints")),
+        *(("GET", "/disagg"), ("PUT", "/disagg")),
+    ):
         for headers in ({}, {"authorization": "Bearer x"}):
             assert _status(method, address, port, path, headers) == 403
     assert rig.sidecar.admin("GET", "/disagg") == (200, "on\n")

@@ -19,7 +19,7 @@ from sidecar.exchange.budget import Budget
 from sidecar.prefill.address import AllowList
 from sidecar.prefill.endpoints import Endpoints
 
-GUARDED = ("/config", "/decisions", "/disagg")
+GUARDED = ("/config", "/decisions", "/endpoints", "/disagg")
 
 
 class Peer:
