@@ -3,11 +3,9 @@
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -18,7 +16,7 @@ import uvloop
 import yaml
 from aiohttp import web
 
-from sidecar import __version__, compat, config, log, replay, tls, top
+from sidecar import __version__, compat, config, log, process, replay, tls, top
 from sidecar.admin.app import application
 from sidecar.admin.health import Health
 from sidecar.admin.observer import Observer
@@ -52,7 +50,6 @@ from transport.side_channels import SideChannels
 _log = logging.getLogger("sidecar")
 
 ENGINE_CONNECT_TIMEOUT_S = 5.0
-M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,9 +174,9 @@ class Sidecar:
     async def start(self) -> None:
         """Raises `OSError` if a port cannot be had."""
         settings = self.settings
-        _raise_descriptor_limit()
+        process.raise_descriptor_limit()
         if self._tls.in_use:
-            _give_large_blocks_back()
+            process.give_large_blocks_back()
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         probes = [self._engine_probe(rank) for rank in range(settings.data_parallel_size)]
         health = Health(self._live, probes, self._not_yet)
@@ -491,22 +488,6 @@ def _local_side_channel(settings: config.Settings) -> SideChannel:
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or settings.model_server_host
     port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "")
     return SideChannel(host, int(port) if port.isdigit() else 5600)
-
-
-def _give_large_blocks_back() -> None:
-    """uvloop keeps 256 KiB for each TLS connection. glibc would soon serve them from the heap (mallopt(3): its
-    threshold for blocks of their own grows), where they leave holes: 84 MiB and rising after 12,000 requests of a
-    storm, in place of 57."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 131072)
-
-
-def _raise_descriptor_limit() -> None:
-    """Every stream needs two descriptors; the soft limit of a container is often 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 __all__ = ["Sidecar", "main"]

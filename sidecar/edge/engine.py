@@ -25,7 +25,7 @@ _CHUNK_SIZES = {b"%x" % size: size for size in range(1, 4096)}
 """Size lines of small chunks, as uvicorn writes them. Any other spelling is the parser's business."""
 _NO_PARSER = cast("httptools.HttpResponseParser", None)
 TLS_SLICE_BYTES = 262144
-"""uvloop encrypts all that it is given at once: a large body would stand still for it, and be held twice more."""
+"""uvloop encrypts all that it is given at once: the loop would stand still for a large body, held twice more."""
 
 
 class Leg(Protocol):
@@ -155,7 +155,12 @@ class EngineConnection(asyncio.Protocol):
         self._head = None
         self._complete = False
         if self._encrypts and sum(map(len, parts)) > TLS_SLICE_BYTES:
-            self._send_slices(parts)
+            views = [memoryview(part) for part in parts]
+            slices = [
+                view[at : at + TLS_SLICE_BYTES] for view in views for at in range(0, len(view), TLS_SLICE_BYTES)
+            ]
+            self._unsent = deque(slices)
+            self._send_on()
         else:
             self.transport.writelines(parts)
 
@@ -164,14 +169,6 @@ class EngineConnection(asyncio.Protocol):
             self._unsent.extend([memoryview(part) for part in parts])
         elif self.transport is not None:
             self.transport.writelines(parts)
-
-    def _send_slices(self, parts: Sequence[Buffer]) -> None:
-        self._unsent = deque(
-            memoryview(part)[at : at + TLS_SLICE_BYTES]
-            for part in parts
-            for at in range(0, len(part), TLS_SLICE_BYTES)
-        )
-        self._send_on()
 
     def _send_on(self) -> None:
         """Until the transport pauses us, which it does within `write`."""
@@ -483,10 +480,6 @@ class EnginePool:
     def busy(self) -> int:
         """Connections with a request on them."""
         return len(self._open) - len(self._idle)
-
-    @property
-    def open_connections(self) -> int:
-        return len(self._open)
 
 
 def _nothing() -> None:
