@@ -361,20 +361,30 @@ Turn remote prefill off, on, or leave the choice to the sidecar:
 What it decided and measured:
   curl http://{HOST}:{sidecar.admin_port}/decisions
   curl http://{HOST}:{sidecar.admin_port}/metrics
-The engines themselves: prefill {rig.prefill[0].url}, decode {rig.decode[0].url}; logs in {rig.folder}
-Ctrl-C ends everything."""
+The engines themselves: prefill {rig.prefill[0].url} (processes {_pids(rig.prefill[0])}),
+  decode {rig.decode[0].url} (processes {_pids(rig.decode[0])})
+Break something: kill -9 or kill -STOP the prefill engine's processes, ask again, and read the sidecar's log:
+  tail -f {sidecar.log_path}   (the engines' logs lie beside it; all of it goes with Ctrl-C)
+The switch is at auto now. Ctrl-C ends everything."""
     )
+    sidecar.turn("auto")
+
+
+def _pids(engine: Engine) -> str:
+    return " ".join(map(str, engine.pids()))
 
 
 def stay(sidecar: Sidecar, rig: Rig) -> None:
-    """Until Ctrl-C; an engine or the sidecar that ends is an error."""
+    """Until Ctrl-C or the sidecar's end, which is an error. Engines may be killed to see what happens."""
+    gone: set[str] = set()
     while True:
         time.sleep(1)
         if sidecar.process.poll() is not None:
             raise DemoError(f"the sidecar has ended; {sidecar.log_path}:\n{sidecar.log_tail()}")
         for engine in rig.engines:
-            if not engine.alive():
-                raise DemoError(f"{engine.name} has ended; {engine.log_path}:\n{engine.log_tail()}")
+            if not engine.alive() and engine.name not in gone:
+                gone.add(engine.name)
+                say(f"{engine.name} has ended; its log: {engine.log_path}")
 
 
 def demo(*, once: bool) -> int:

@@ -13,12 +13,21 @@ RENAMED = {
     "secure-proxy": "secure-serving",
     "inference-pool-name": "inference-pool",
     "inference-pool-namespace": "discovery-namespace",
+    "pool-namespace": "discovery-namespace",
 }
 """Their names, and ours for the same thing."""
 
 _SWITCHES = frozenset(field.name for field in FIELDS if set(field.choices) == {"on", "off"})
 _NAMES = frozenset(field.name for field in FIELDS)
 _TRUE, _FALSE = frozenset({"true", "1", "t"}), frozenset({"false", "0", "f"})
+
+_TLS = {
+    "prefiller-use-tls": "--enable-tls=prefiller",
+    "decoder-use-tls": "--enable-tls=decoder",
+    "prefiller-tls-insecure-skip-verify": "--tls-insecure-skip-verify=prefiller",
+    "decoder-tls-insecure-skip-verify": "--tls-insecure-skip-verify=decoder",
+}
+"""What were four truth values are two lists now, there and here."""
 
 _BOOLEANS = {
     "enable-ssrf-protection": "it cannot be switched off here; --prefill-allow any admits every target",
@@ -54,7 +63,10 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             flags.append(argument)
             continue
         name = RENAMED.get(name, name) if RENAMED.get(name) in _NAMES else name
-        if name in _BOOLEANS:
+        if name in _TLS:
+            if value is None or value.lower() in _TRUE:
+                flags.append(_TLS[name])
+        elif name in _BOOLEANS:
             _boolean(name, value, notes)
         elif name in _VALUES:
             if value is None and rest and not rest[0].startswith("-"):

@@ -286,6 +286,9 @@ _BY_NAME = {field.name: field for field in FIELDS}
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            message = f"unknown flag {unknown}{_meant(unknown.lstrip('-').partition('=')[0])}"
         raise BadSettings([message])
 
 
@@ -396,7 +399,7 @@ def _typed(given: _Given, mistakes: list[str]) -> Settings | None:
             values[name] = msgspec.convert(value, field.type, strict=False)
         except msgspec.ValidationError as error:
             shown = "its value" if SECRET.search(name) else repr(value)
-            mistakes.append(f"{where}: {shown} is not possible: {str(error).splitlines()[0]}")
+            mistakes.append(f"{where}: {shown} is not possible: {_wanted(field) or str(error).splitlines()[0]}")
             continue
         mistakes += [f"{where}: {problem}" for problem in _problems(name, values[name])]
     settings = msgspec.convert(values, Settings) if not mistakes else None
@@ -410,6 +413,16 @@ def _listed(field: Field, value: Any) -> Any:
     if not (field.is_list and field.choices and isinstance(value, list)):
         return value
     return [part for entry in value for part in (entry.split(",") if isinstance(entry, str) else [entry])]
+
+
+def _wanted(field: Field) -> str:
+    """What a setting of few values may be, "" for the others."""
+    base = get_args(field.type)[0]
+    entries = get_args(get_args(base)[0]) if field.is_list and get_args(base) else ()
+    choices = field.choices or entries
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return f"it is one of {', '.join(choices)}"
+    return "it is a number of seconds, without a unit" if base is float else ""
 
 
 def _problems(name: str, value: Any) -> list[str]:

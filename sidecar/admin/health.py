@@ -25,6 +25,8 @@ class Health:
         """`not_yet(seconds since the engine came up)` says why clients should wait all the same, or ""."""
         self._not_yet = not_yet
         self._healthy_since = 0.0
+        self._was_ready = False
+        """Since the engine came up: what is to be waited for then cannot take readiness away later."""
         self._next_facts = 0.0
         self._live = live
         self._probes = probes
@@ -37,7 +39,7 @@ class Health:
             return "draining"
         if self._failures >= FAILURES_TO_UNREADY:
             return self._problem
-        return self._not_yet(time.monotonic() - self._healthy_since)
+        return "" if self._was_ready else self._not_yet(time.monotonic() - self._healthy_since)
 
     @property
     def engine_is_up(self) -> bool:
@@ -60,6 +62,7 @@ class Health:
             if not was_up:
                 self._healthy_since = time.monotonic()
             self._failures = 0
+        self._was_ready = self.engine_is_up and not self.problem
         self._say()
 
     async def _learn_facts(self, *, came_up: bool) -> None:

@@ -36,6 +36,9 @@ _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025,
 
 _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0)
 
+_NO_NEWS = frozenset({"client_left", "rejected"})
+"""Faults that are the client's own affair: counted, not logged."""
+
 _log = logging.getLogger("sidecar")
 
 
@@ -242,6 +245,11 @@ class Observer:
 
     def decided(self, decision: Decision, elapsed_s: float) -> None:
         self.decision_time.observe((), elapsed_s)
+        if decision.reason == "no_usable_prefill":
+            why = decision.detail
+            self._limited.warning(
+                f"no usable prefill: {why}", "no usable prefill, prompts are computed here: %s", why
+            )
         if decision.verdict is not None and decision.verdict.static:
             self.static_decisions.add((decision.verdict.static,))
 
@@ -279,7 +287,7 @@ class Observer:
         if api != "other":
             self._recent.append((time.time(), api, exchange, status, times, request_id, client_left))
         if exchange.faults:
-            self._tell_faults(exchange)
+            self._tell_faults(exchange, request_id)
         if exchange.prefill_endpoint is not None:
             self._tell_changes(exchange.prefill_endpoint)
 
@@ -312,17 +320,18 @@ class Observer:
             ratio = (times.first_byte - times.complete) / (predicted or 1e-6)
             self.prediction.observe((exchange.what.value,), ratio)
 
-    def _tell_faults(self, exchange: Exchange) -> None:
+    def _tell_faults(self, exchange: Exchange, request_id: bytes) -> None:
         for fault in exchange.faults:
-            if fault.row.fault == "client_left" or fault.row.stage is Stage.READING:
+            if fault.row.fault in _NO_NEWS or fault.row.stage is Stage.READING:
                 continue
             self._limited.warning(
                 f"{fault.row.reason} {fault.endpoint}",
-                "%s: prefill=%s: %s%s",
+                "%s%s: %s%s (request %s)",
                 fault.row.reason,
-                fault.endpoint or "none",
+                f" {fault.endpoint}" if fault.endpoint else "",
                 fault.row.message,
-                f" ({fault.detail})" if fault.detail else "",
+                f": {fault.detail}" if fault.detail else "",
+                request_id.decode("ascii", "replace") or "without an id",
             )
         row = exchange.fell_back
         if row is not None:

@@ -77,4 +77,4 @@ class File:
         ]
         if changed:
             names = ", ".join("--" + name.replace("_", "-") for name in changed)
-            _log.warning("%s: %s change with a restart only", by, names)
+            _log.warning("%s: not taken over while running, restart for it: %s", by, names)

@@ -154,7 +154,7 @@ class Costs:
         wait_there_s = self.prefill.coefficients[1] * inputs.prefill_ahead / 1000
         beyond_s = self.prefill.at(_prefill(tokens)) + self.pull.at((1.0, new / 1000))
         remote_s = wait_there_s + beyond_s
-        stall_s = inputs.streams * compute_s
+        stall_s = 0.0 if is_idle else inputs.streams * compute_s
         all_local_s = local_s + self.weight * stall_s
         bias = 1 + (HYSTERESIS if not self.was_remote else -HYSTERESIS)
         is_remote = all_local_s > remote_s * bias

@@ -115,9 +115,14 @@ def judge(name: str, records: list[Record]) -> Outcome:
 
 def table(outcomes: Iterable[Outcome], records: int, skipped: int) -> str:
     """For people."""
-    lines = [
-        f"{records} decisions of the cost rule" + (f", {skipped} others left out" if skipped else ""),
-        "",
+    lines = [f"{records} decisions of the cost rule" + (f", {skipped} others left out" if skipped else ""), ""]
+    if not records:
+        return (
+            lines[0]
+            + ": nothing to judge. The rule decides with --disagg auto, on prompts of --min-remote-tokens and\n"
+            "more, once it has seen a few streamed answers by each way.\n"
+        )
+    lines += [
         f"{'rule':<16} {'remote':>7} {'changed':>8} {'mean TTFT':>10} {'p99 TTFT':>9} {'streams lose':>13}",
     ]
     lines += [

@@ -216,7 +216,7 @@ def test_switch(switched: tuple[Rig, Path]) -> None:
     link.symlink_to(other)
     link.replace(file)
     eventually(lambda: mode(rig) == "off")
-    assert "--min-remote-tokens change with a restart only" in rig.sidecar.log
+    assert "restart for it: --min-remote-tokens" in rig.sidecar.log
     # A file with a mistake, or none at all, changes nothing.
     other.write_text("disagg: [nonsense\n", encoding="utf-8")
     eventually(lambda: "not taken over" in rig.sidecar.log)

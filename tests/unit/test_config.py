@@ -106,6 +106,20 @@ def test_path_of_the_file_is_told(tmp_path: Path) -> None:
     assert (settings.port, used) == (8002, other)
 
 
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["--disagg", "yes"], "off, on, auto"),
+        (["--enable-tls", "prefill"], "prefiller, decoder"),
+        (["--drain-timeout", "60s"], "seconds"),
+        (["--prefil", "a:1"], "did you mean 'prefill'"),
+    ],
+)
+def test_mistakes_name_what_is_possible(argv: list[str], hint: str) -> None:
+    (mistake,) = mistakes(argv)
+    assert hint in mistake
+
+
 def test_alias_everywhere(tmp_path: Path) -> None:
     assert load(["--vllm-port", "1"], {})[0].model_server_port == 1
     assert load([], {"PD_SIDECAR_VLLM_PORT": "2"})[0].model_server_port == 2

@@ -88,7 +88,9 @@ def test_waiting_for_something_else() -> None:
     assert world.look() == "warming up 10.0.0.5:8000"
     assert world.health.engine_is_up
     world.wait_for = ""
-    assert world.health.problem == ""
+    assert world.look() == ""
+    world.wait_for = "warming up 10.0.0.6:8000"
+    assert world.look() == "", "what was ready stays ready: the switch was turned on just now"
 
 
 def test_facts_are_asked_for_after_every_absence() -> None:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sidecar.admin.observer import DECISIONS_KEPT, Observer
+from sidecar.decision.guards import Decision, Kind
 from sidecar.edge.service import Times
 from sidecar.exchange.failures import ROWS, TABLE, Stage
 from sidecar.exchange.life import Check, Decode, Peek, Prefill, Relay
@@ -140,9 +141,22 @@ def test_faults_are_logged_once_per_cause(world: Watched, caplog: pytest.LogCapt
         world.a.breaker.succeeded()
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert lines[0] == (
-        "prefill_reset: prefill=10.0.0.5:8000: the prefill endpoint broke the connection off (10.0.0.5:8000: gone)"
+        "prefill_reset 10.0.0.5:8000: the prefill endpoint broke the connection off: 10.0.0.5:8000: gone "
+        "(request id-1)"
     )
-    assert sum(line.startswith("prefill_reset: ") for line in lines) == 1
+    assert sum(line.startswith("prefill_reset ") for line in lines) == 1
+
+
+def test_the_clients_own_mistakes_are_no_news(world: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    world.end(world.remote() >> start << Prefill(world.a) >> prefilled(404, b"{}") << object, 404)
+    assert caplog.records == []
+
+
+def test_why_no_prefill_is_usable_is_told_once(world: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        world.observer.decided(Decision(Kind.LOCAL, "no_usable_prefill", "breaker open"), 0.0)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "breaker open" in line
 
 
 def test_clients_that_leave_are_no_news(world: Watched, caplog: pytest.LogCaptureFixture) -> None:

@@ -161,7 +161,7 @@ def test_only_the_switch_is_taken_over(world: World, caplog: pytest.LogCaptureFi
     world.file.reload("SIGHUP")
     assert world.mode == "off"
     assert [record.getMessage() for record in caplog.records] == [
-        "SIGHUP: --port, --log-level change with a restart only"
+        "SIGHUP: not taken over while running, restart for it: --port, --log-level"
     ]
 
 

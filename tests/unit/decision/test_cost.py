@@ -82,6 +82,10 @@ def test_idle_decode_computes_by_itself() -> None:
     assert way(fitted().weigh(Inputs(2000))) == ("local", "decode_idle")
 
 
+def test_what_ran_a_while_ago_is_no_stream() -> None:
+    assert way(fitted(weight=1000.0).weigh(Inputs(2000, streams=0.4))) == ("local", "decode_idle")
+
+
 def test_running_streams_are_spared() -> None:
     assert way(fitted().weigh(Inputs(2000, streams=4))) == ("remote", "decode_busy")
 
