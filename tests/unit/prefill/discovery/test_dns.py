@@ -173,6 +173,13 @@ def test_no_address_is_an_answer() -> None:
     run(play)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a machine that has something else to do."""
+    monkeypatch.setattr(source_module, "LIFETIME_S", 5.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_more_than_a_datagram_holds() -> None:
     async def play(server: NameServer, world: World) -> None:
         server.records[NAME] = [f"10.1.{n // 250}.{n % 250}" for n in range(500)]
@@ -183,17 +190,18 @@ def test_more_than_a_datagram_holds() -> None:
     run(play)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_slow_server_does_not_hold_up_the_loop() -> None:
     async def play(server: NameServer, world: World) -> None:
-        server.delay_s = 0.25
+        server.delay_s = 1.5
         longest_s, before = 0.0, time.monotonic()
         while not world.labels:
             turn = time.monotonic()
             await asyncio.sleep(0)
             longest_s = max(longest_s, time.monotonic() - turn)
             await asyncio.sleep(0.001)
-        assert time.monotonic() - before > 0.2
-        assert longest_s < 0.15
+        assert time.monotonic() - before > 1.4
+        assert longest_s < 1.0
 
     run(play)
 
