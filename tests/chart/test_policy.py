@@ -86,7 +86,8 @@ TABLE = [
     ("gpu-rdma", "decode", DNS, 443, False),
     ("gpu-rdma", "decode", MODEL_HUB, 443, True),  # extraEgress of these values
     ("gpu-rdma", "decode", MODEL_HUB, 80, False),
-    ("gpu-rdma", "prefill", MODEL_HUB, 443, False),
+    ("gpu-rdma", "prefill", MODEL_HUB, 443, True),  # both roles load the model
+    ("gpu-rdma", "prefill", STRANGER, 443, False),
     ("gpu-rdma", STRANGER, "prefill", 8000, False),
     ("gpu-rdma", STRANGER, "prefill", 5600, False),
     ("gpu-rdma", STRANGER, "prefill", 20500, False),
