@@ -596,7 +596,7 @@ def test_one_cause_is_said_once(rigged: Callable[..., Rig]) -> None:
     before = rig.sidecar.metrics()("prefill_attempts_total", outcome="busy")
     for _ in range(30):
         assert send(rig, completion(20)).status == 200
-    assert rig.sidecar.log.count(f"prefill_busy: prefill={rig.prefill.address}") == 1
+    assert rig.sidecar.log.count(f"prefill_busy {rig.prefill.address}: ") == 1
     assert rig.sidecar.metrics()("prefill_attempts_total", outcome="busy") == before + 30
 
 
