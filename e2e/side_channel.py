@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from e2e.conftest import COMPLETIONS, ask, prompt, request_body
+from e2e.conftest import COMPLETIONS, LEASE_S, ask, prompt, request_body
 from e2e.engines import HOST, Engine, Rig
 from e2e.test_client_leaves import Door, gone_between_the_legs
 from e2e.test_side_channel import wound
@@ -174,7 +174,7 @@ def main() -> int:
         in_namespace = ["unshare", "-n", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
         return subprocess.run(in_namespace, env={**os.environ, INSIDE: "1"}, check=False).returncode
     table = Table()
-    with Rig(model="tiny", prefill=1, decode=1) as rig:
+    with Rig(model="tiny", prefill=1, decode=1, lease_seconds=LEASE_S) as rig:
         measure(rig, table)
     if arguments.write:
         DOCUMENT.write_text(report(table.rows, table.left), encoding="utf-8")
