@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from e2e.conftest import COMPLETIONS, LEASE_S, ask, prompt, request_body
+from e2e.conftest import COMPLETIONS, LEASE_S, ask, free, prompt, request_body
 from e2e.engines import HOST, Engine, Rig
 from e2e.test_client_leaves import Door, gone_between_the_legs
 from e2e.test_side_channel import wound
@@ -110,7 +110,8 @@ def _leave(rig: Rig) -> str:
     door = Door(rig.decode[0])
     try:
         with sidecar_for(rig, "--engine-idle-timeout", "0.01", "--model-server-port", str(door.port)) as sidecar:
-            request_ms(sidecar)  # the engines know each other
+            assert request_ms(sidecar)[1].startswith("remote")  # the engines know each other
+            free(rig.prefill[0], within_s=LEASE_S + 15)  # what the situations before have left
             times = sorted(gone_between_the_legs(sidecar, rig.prefill[0], door) for _ in range(LEAVING))
     finally:
         door.close()
