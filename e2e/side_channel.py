@@ -160,7 +160,9 @@ def report(rows: list[str], left: str) -> str:
             "## A client that leaves between prefill and decode",
             "",
             left,
-            "The prefill engine would hold them for its lease (30 s by default) if nobody told it.",
+            "The decode engine takes no connection just then (so the moment is met), and the kernel tries again",
+            "after 1,000 ms, which these figures hold. The prefill engine would hold the blocks for its lease",
+            "(30 s by default) if nobody told it.",
             "",
         ]
     )
