@@ -26,7 +26,18 @@ from tests.engine.wire import Answer, Connection, Received, Server
 
 VERSION = "0.32.0"
 # Below the kernel's ephemeral ports: while a killed engine is away, no outgoing connection can take its port.
-_PORTS = (10000, 20000)
+_PORTS = range(10000, 20000)
+_fresh_ports: list[int] = []
+
+
+def _fresh_port() -> int:
+    """Each once, in a random order: what a sidecar remembers of an engine that has gone must not meet another at
+    its address."""
+    if not _fresh_ports:
+        _fresh_ports.extend(random.sample(_PORTS, len(_PORTS)))
+    return _fresh_ports.pop()
+
+
 _PORT_ATTEMPTS = 100
 
 
@@ -108,7 +119,7 @@ class Engine:
     def _start_side_channels(self) -> None:
         """On consecutive ports, one for each rank; whatever is free if no port was asked for."""
         for attempt in range(_PORT_ATTEMPTS):
-            base = self.side_channel_port or random.randrange(*_PORTS)
+            base = self.side_channel_port or _fresh_port()
             try:
                 for rank, core in enumerate(self.cores):
                     core.start(base + rank)
@@ -205,7 +216,7 @@ class Engine:
             self._listener = await loop.create_unix_server(lambda: Connection(self.server), self.uds)
             return
         for attempt in range(_PORT_ATTEMPTS):
-            port = self.port or random.randrange(*_PORTS)
+            port = self.port or _fresh_port()
             try:
                 self._listener = await loop.create_server(
                     lambda: Connection(self.server), self.host, port, backlog=2048, reuse_address=True, ssl=self.tls
