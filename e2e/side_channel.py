@@ -160,9 +160,9 @@ def report(rows: list[str], left: str) -> str:
             "## A client that leaves between prefill and decode",
             "",
             left,
-            "Counted from when the decode engine takes a connection: it takes none before, so that the moment is",
-            "met, and the kernel tries again only after a second. The prefill engine would hold the blocks for its",
-            "lease (30 s by default) if nobody told it.",
+            "The decode engine takes no connection just then (so the moment is met), and the kernel tries again",
+            "after 1,000 ms, which these figures hold. The prefill engine would hold the blocks for its lease",
+            "(30 s by default) if nobody told it.",
             "",
         ]
     )
