@@ -109,7 +109,10 @@ class Door:
         self.port: int = self._socket.getsockname()[1]
         self._is_open = True
         self._closed = False
-        self._in_the_way: list[socket.socket] = []
+        self._in_the_way: dict[int, socket.socket] = {}
+        """What keeps it shut, by its own port."""
+        self.taken_at = 0.0
+        """When the first connection since it was last shut was taken, on the monotonic clock."""
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -117,17 +120,19 @@ class Door:
         """The kernel's queue is filled: what connects from now on waits."""
         self._is_open = False
         time.sleep(0.1)  # until nobody accepts any more
+        self._in_the_way.clear()
         for _ in range(4):
             one = socket.socket()
             one.setblocking(False)
             with suppress(BlockingIOError):
                 one.connect((HOST, self.port))
-            self._in_the_way.append(one)
+            self._in_the_way[one.getsockname()[1]] = one
+        self.taken_at = 0.0
 
     def open(self) -> None:
-        for one in self._in_the_way:
+        """Empties the queue. What waits is taken when the kernel tries again, a second after its first try."""
+        for one in self._in_the_way.values():
             one.close()
-        self._in_the_way.clear()
         self._is_open = True
 
     def close(self) -> None:
@@ -143,8 +148,10 @@ class Door:
                 time.sleep(0.02)
                 continue
             with suppress(TimeoutError):
-                client, _ = self._socket.accept()
+                client, (_, port) = self._socket.accept()
                 client.settimeout(None)
+                if port not in self._in_the_way:
+                    self.taken_at = self.taken_at or time.monotonic()
                 thread = threading.Thread(target=self._join, args=(client,))
                 self._threads.append(thread)
                 thread.start()
@@ -208,8 +215,12 @@ def test_between_the_legs_again_and_again(pair: Pair) -> None:
     assert expired(pair) == lost
 
 
-def gone_between_the_legs(sidecar: Sidecar, prefill: Engine, door: Door) -> float:
-    """A client leaves with its prompt prefilled and decode not asked; seconds until the blocks are free again."""
+def gone_between_the_legs(sidecar: Sidecar, prefill: Engine, door: Door) -> tuple[float, float]:
+    """A client leaves with its prompt prefilled and decode not asked.
+
+    Seconds from its leaving to the first connection that decode takes (the kernel's, see `Door.open`), and from
+    that to the blocks' being free.
+    """
     door.shut()
     time.sleep(0.03)  # no idle connection is left by now
     with Client((HOST, sidecar.port)) as client:
@@ -220,7 +231,7 @@ def gone_between_the_legs(sidecar: Sidecar, prefill: Engine, door: Door) -> floa
     gone = time.monotonic()
     door.open()
     eventually(lambda: prefill.kv_usage() == 0.0, SOONER_THAN_A_LEASE_S)
-    return time.monotonic() - gone
+    return door.taken_at - gone, time.monotonic() - door.taken_at
 
 
 def test_while_decode_pulls(pair: Pair, draw: random.Random) -> None:
