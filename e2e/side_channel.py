@@ -118,8 +118,8 @@ def _leave(rig: Rig) -> str:
     finally:
         door.close()
     return (
-        f"{LEAVING} clients, one after the other: {_spread_ms(freed)} ms (median / p90 / worst) from the moment at\n"
-        "which the decode engine took the sidecar's connection until the blocks were free;\n"
+        f"{LEAVING} clients, one after the other: {_spread_ms(freed)} ms (median / p90 / worst) from the moment\n"
+        "at which the decode engine took the sidecar's connection until the blocks were free;\n"
         f"{_spread_ms(told)} ms from the leaving to that moment."
     )
 

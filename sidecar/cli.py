@@ -192,7 +192,7 @@ class Sidecar:
         if self._observer.discovery is not None:  # nothing waits for it: without endpoints requests are local
             self._background.start("discovery", self._observer.discovery.run())
         self._background.start("health of the decode engine", health.run())
-        if settings.warm_up == "on" and self._gate is not None:
+        if self._gate is not None:
             self._warm_up = self._make_warm_up(self._gate)
             self._background.start(
                 "warm-up",
@@ -348,6 +348,7 @@ class Sidecar:
             engine_block_size=lambda: self._live.engine_facts.block_size,
             timeout_s=max(settings.warm_up_timeout, 1.0),
             counted=self._observer.warmed_up,
+            new_pairs=settings.warm_up == "on",
             prefill_access=self._to_prefill,
             engine_access=self._to_engine,
         )

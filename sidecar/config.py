@@ -196,7 +196,10 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     ] = "on"
     warm_up: Annotated[
         Literal["on", "off"],
-        _m("send one tiny request through each new pair of engines, so that no user's request has to connect them"),
+        _m(
+            "send one tiny request through each new pair of engines, so that no user's request has to connect "
+            "them; an endpoint with a dead side channel gets one every 30 s in any case"
+        ),
     ] = "on"
     warm_up_timeout: Annotated[
         float,

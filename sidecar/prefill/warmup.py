@@ -2,6 +2,9 @@
 
 The first pull between two engines pays for the NIXL handshake and the connection (vLLM 0.32: on one thread for all
 peers); the engines remember it for an hour of idleness. One request of a few tokens through the pair does it.
+
+The same request finds the way back to an endpoint whose side channel is dead: no request of a user is sent there,
+and only a handoff can tell that the channel is now at another port.
 """
 
 import asyncio
@@ -22,6 +25,8 @@ _log = logging.getLogger("sidecar")
 
 LOOK_EVERY_S = 0.2
 PAUSE_S = 10.0
+TRIAL_EVERY_S = 30.0
+"""How often an endpoint whose side channel is dead is asked for a handoff; the first time at once."""
 MAX_ATTEMPTS = 3
 MAX_REMEMBERED = 4096
 PROMPT_TOKENS = 8
@@ -53,11 +58,13 @@ class WarmUp:
         engine_block_size: Callable[[], int],
         timeout_s: float,
         counted: Callable[[str], None],
+        new_pairs: bool = True,
         prefill_access: Access = PLAIN,
         engine_access: Access = PLAIN,
     ) -> None:
         """`engine_urls`: one for each local rank. `counted` hears each outcome: `warm`, `no_handoff`,
-        `not_admitted`, `prefill_failed`, `decode_failed`."""
+        `not_admitted`, `prefill_failed`, `decode_failed`. Without `new_pairs` only dead side channels are looked
+        for."""
         self._session = session
         self._connector = connector
         self._gate = gate
@@ -66,10 +73,13 @@ class WarmUp:
         self._engine_block_size = engine_block_size
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._counted = counted
+        self._new_pairs = new_pairs
         self._prefill_access = prefill_access
         self._engine_access = engine_access
         self._attempts: dict[str, tuple[int, float]] = {}
         """Engine id -> attempts made (a success counts as all of them) and when the last one was."""
+        self._trials: dict[Endpoint, float] = {}
+        """Endpoints whose side channel is dead -> when they were last asked for a handoff."""
 
     async def run(self, endpoints: Endpoints, wanted: Callable[[], bool]) -> None:
         """Warms up every engine that becomes known, for as long as `wanted` says so."""
@@ -77,18 +87,25 @@ class WarmUp:
             for endpoint in list(endpoints):
                 if wanted() and self._is_due(endpoint):
                     await self._warm(endpoint)
+            for endpoint in [one for one in self._trials if one.forgotten or one.blocked != "side_channel_dead"]:
+                del self._trials[endpoint]
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _is_due(self, endpoint: Endpoint) -> bool:
+        now = time.monotonic()
+        if endpoint.blocked == "side_channel_dead":
+            if now - self._trials.get(endpoint, -TRIAL_EVERY_S) < TRIAL_EVERY_S:
+                return False
+            self._trials[endpoint] = now
+            return True
         engine_id = endpoint.facts.engine_id
-        if not engine_id or endpoint.blocked:
+        if not engine_id or endpoint.blocked or not self._new_pairs:
             return False
         attempts, last = self._attempts.get(engine_id, (0, -PAUSE_S))
-        return attempts < MAX_ATTEMPTS and time.monotonic() - last >= PAUSE_S
+        return attempts < MAX_ATTEMPTS and now - last >= PAUSE_S
 
     async def _warm(self, endpoint: Endpoint) -> None:
         """One tiny request through the pair. A failure says nothing about the endpoint: requests will tell."""
-        engine_id = endpoint.facts.engine_id
         try:
             outcome = await self._pair(endpoint)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
@@ -97,17 +114,20 @@ class WarmUp:
         except Exception:  # the others are still to be warmed up
             outcome = "prefill_failed"
             _log.exception("warm-up of %s", endpoint.label)
+        self._counted(outcome)
+        if endpoint.blocked:  # as before: the log has it already
+            return
+        engine_id = endpoint.facts.engine_id  # another one than before, maybe
         attempts, _ = self._attempts.pop(engine_id, (0, 0.0))
         self._attempts[engine_id] = (MAX_ATTEMPTS if outcome == "warm" else attempts + 1, time.monotonic())
         while len(self._attempts) > MAX_REMEMBERED:
             del self._attempts[next(iter(self._attempts))]
-        self._counted(outcome)
         _log.info("prefill endpoint %s: warm-up: %s", endpoint.label, outcome.replace("_", " "))
 
     def is_cold(self, endpoint: Endpoint) -> bool:
         """Whether the endpoint's engine is known and its first warm-up is still to come."""
         engine_id = endpoint.facts.engine_id
-        return bool(engine_id) and not endpoint.blocked and engine_id not in self._attempts
+        return self._new_pairs and bool(engine_id) and not endpoint.blocked and engine_id not in self._attempts
 
     async def _pair(self, endpoint: Endpoint) -> str:
         for engine_url in self._engine_urls:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from sidecar.prefill.warmup import TRIAL_EVERY_S
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import COMPLETIONS
 from tests.integration.sidecar import Sidecar, completion, eventually
@@ -72,6 +73,25 @@ def test_once_for_each_engine(started: Started, prefill: ThreadedEngine, decode:
     prefill.restart()
     eventually(lambda: sidecar.metrics()("warmups_total", outcome="warm") == 2, 10)
     assert decode.handshakes_tried == 2
+
+
+@pytest.mark.parametrize("warm_up", ["on", "off"])
+def test_engine_that_comes_back_with_another_side_channel_port(
+    started: Started, prefill: ThreadedEngine, warm_up: str
+) -> None:
+    """No request is sent to an endpoint whose side channel is dead, so none could bring the new port."""
+    sidecar = started("--warm-up", warm_up)
+    assert sidecar.ask("POST", COMPLETIONS, completion()).decision.startswith("remote")
+    port = prefill.port
+    prefill.kill()
+    eventually(lambda: sidecar.metrics()("prefill_blocked", reason="side_channel_dead") == 1, 10)
+    with ThreadedEngine(port=port) as successor:
+        assert successor.side_channel_port != prefill.side_channel_port
+        eventually(
+            lambda: sidecar.metrics()("prefill_blocked", reason="side_channel_dead") == 0, TRIAL_EVERY_S + 10
+        )
+        assert sidecar.ask("POST", COMPLETIONS, completion()).decision.startswith("remote")
+        assert posts(successor) == 2
 
 
 def test_off(started: Started, prefill: ThreadedEngine, decode: ThreadedEngine) -> None:

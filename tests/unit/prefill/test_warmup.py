@@ -13,7 +13,7 @@ from sidecar.connectors.connector import EngineFacts, Handoff, Rejection
 from sidecar.prefill import warmup
 from sidecar.prefill.address import AllowList, parse
 from sidecar.prefill.endpoints import Endpoint, Endpoints
-from sidecar.prefill.warmup import MAX_ATTEMPTS, PAUSE_S, PROMPT_TOKENS, WarmUp
+from sidecar.prefill.warmup import MAX_ATTEMPTS, PAUSE_S, PROMPT_TOKENS, TRIAL_EVERY_S, WarmUp
 from tests.unit import clock
 from tests.unit.handoffs import BLOCK_SIZE, ENGINE_ID, answer, params
 
@@ -52,6 +52,8 @@ class World:
         self.posted: list[tuple[str, dict[str, Any]]] = []
         self.outcomes: list[str] = []
         self.wanted = True
+        self.found = ""
+        """Engine id of the engine that `admit` finds where nothing answered before."""
         self.warm_up = WarmUp(
             self,  # type: ignore[arg-type]
             CONNECTORS["nixlv2"],
@@ -72,6 +74,8 @@ class World:
         return result
 
     def admit(self, _endpoint: Endpoint, handoff: Handoff, admitted: Callable[[Handoff | Rejection], None]) -> None:
+        if self.found:
+            self.endpoint.blocked, self.endpoint.facts = "", EngineFacts(BLOCK_SIZE, 1000, self.found)
         admitted(self.rejection or handoff.via("127.77.0.1", 5601))
 
 
@@ -164,6 +168,26 @@ def test_engine_that_takes_the_place_of_another_is_warmed_up_as_well(monkeypatch
         assert world.warm_up.is_cold(world.endpoint)
         await asyncio.sleep(1)
         assert world.outcomes == ["warm", "warm"]
+
+    run(main, monkeypatch)
+
+
+@pytest.mark.parametrize("new_pairs", [True, False])
+def test_dead_side_channel_is_looked_for(new_pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once and then now and then, for as long as it takes; when it is found this was the pair's warm-up."""
+
+    async def main(world: World) -> None:
+        world.warm_up._new_pairs = new_pairs
+        world.endpoint.blocked = "side_channel_dead"
+        world.rejection = Rejection("side_channel_dead", "x")
+        await asyncio.sleep(TRIAL_EVERY_S * 9.5)
+        assert world.outcomes == ["not_admitted"] * 10
+        world.rejection, world.found = None, "another"
+        await asyncio.sleep(TRIAL_EVERY_S * 4)
+        assert world.outcomes == ["not_admitted"] * 10 + ["warm"]
+        world.endpoint.blocked = "side_channel_dead"
+        await asyncio.sleep(1)
+        assert world.outcomes[11:] == ["warm"], "it is dead again: at once"
 
     run(main, monkeypatch)
 
