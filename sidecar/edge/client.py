@@ -5,6 +5,7 @@ a relayed chunk must cost two system calls and little else. This file knows noth
 """
 
 import asyncio
+import logging
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from sidecar.edge.request import MAX_HEAD_BYTES, Headers, Request
 from sidecar.edge.runner import Runner
 from sidecar.edge.service import Service
 from sidecar.exchange.failures import TABLE, Row, Stage
+
+_log = logging.getLogger("sidecar")
 
 MAX_PIPELINED = 8
 """Requests read ahead of the one being answered; further bytes stay in the socket."""
@@ -196,6 +199,10 @@ class ClientConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
             self._upgrade_wished(data[stop.args[0] :])
+        except httptools.HttpParserCallbackError as error:  # not the client's fault: ours
+            request_id = self._runner.request.request_id.decode() if self._runner is not None else ""
+            _log.error("a request ends by a bug of ours (%s)", request_id, exc_info=error.__context__)
+            self.abort()
         except (httptools.HttpParserError, ValueError) as error:
             if not self._deaf:
                 text = str(error)

@@ -14,10 +14,11 @@ from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.decision.guards import Kind, decide
 from sidecar.decision.shape import may_hold_media
 from sidecar.edge import errors
-from sidecar.edge.encoding import Undecodable, decoded
+from sidecar.edge.encoding import Undecodable
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
 from sidecar.edge.learning import learn
 from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg
+from sidecar.edge.messages import read_body, to_client, to_decode, to_prefill
 from sidecar.edge.release import Release
 from sidecar.edge.request import Request
 from sidecar.edge.service import Service, Times
@@ -26,23 +27,12 @@ from sidecar.exchange import life
 from sidecar.exchange.apis import APIS, Api
 from sidecar.exchange.failures import TABLE, Row, Stage
 from sidecar.exchange.peek import FirstEvents
-from sidecar.exchange.splice import (
-    Fields,
-    NotAnObject,
-    decode_body,
-    fields,
-    fields_if_object,
-    prefill_body,
-    without_forbidden,
-)
+from sidecar.exchange.splice import Fields, NotAnObject, prefill_body
 
 if TYPE_CHECKING:
     from sidecar.edge.client import ClientConnection
 
 _BAD_JSON = TABLE[Stage.READING, "bad_json"]
-_NOT_TO_CLIENT = frozenset(
-    {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"transfer-encoding", b"content-length"}
-)
 
 
 class Runner:
@@ -50,9 +40,7 @@ class Runner:
 
     __slots__ = (
         "_ahead",
-        "_api",
         "_body",
-        "_client",
         "_client_left",
         "_computing_here",
         "_early_tunnel_data",
@@ -61,20 +49,22 @@ class Runner:
         "_leg",
         "_members",
         "_refusal",
-        "_request",
-        "_service",
         "_status",
         "_timer",
         "_times",
         "_trace",
         "_unwatch",
+        "api",
+        "client",
+        "request",
+        "service",
     )
 
     def __init__(self, service: Service, client: "ClientConnection", request: Request) -> None:
-        self._service = service
-        self._client: ClientConnection | None = client
-        self._request = request
-        self._api: Api | None = APIS.get(request.path) if request.method == b"POST" else None
+        self.service = service
+        self.client: ClientConnection | None = client
+        self.request = request
+        self.api: Api | None = APIS.get(request.path) if request.method == b"POST" else None
         self._times = Times(complete=time.monotonic())
         self._exchange: life.Exchange | None = None
         self._early_tunnel_data = b""
@@ -97,15 +87,15 @@ class Runner:
 
     def start(self) -> None:
         """The request is complete, or its body will be streamed."""
-        request = self._request
-        service = self._service
+        request = self.request
+        service = self.service
         settings = service.settings
         try:
-            self._read()
+            self._body, self._members = read_body(request, self.api, settings.max_body_bytes)
             decision = decide(
                 service.live.mode,
                 service.connector,
-                self._api,
+                self.api,
                 self._members,
                 request.read.get(b"x-prefiller-host-port", []),
                 service.endpoints,
@@ -145,7 +135,7 @@ class Runner:
 
     def client_left(self) -> None:
         """The client's connection is gone."""
-        self._client = None
+        self.client = None
         if self._finished:
             return
         self._client_left = True
@@ -167,35 +157,9 @@ class Runner:
         """What the client sent behind a request that asks for an upgrade."""
         self._early_tunnel_data = data
 
-    # -- reading -------------------------------------------------------------------------------------------
-
-    def _read(self) -> None:
-        """Fills `_body` and `_members`. Raises `Undecodable` and `NotAnObject`."""
-        request = self._request
-        if request.is_streamed or not request.has_body:
-            if self._api is not None:
-                raise NotAnObject("there is no body")
-            return
-        body: Buffer = request.body
-        encoding = request.content_encoding
-        is_read = request.is_always_read
-        if encoding and is_read:
-            body = decoded(body, encoding, self._service.settings.max_body_bytes)
-            request.inflated = True
-        if is_read:
-            self._members = fields(body)
-        else:
-            self._members = fields_if_object(body)
-        cleaned = without_forbidden(body, self._members)
-        if cleaned is not None:
-            body = cleaned
-            self._members = fields(body)
-        self._body = body
-        request.body = b""
-
     def _wants_token_ids(self) -> bool:
         """Whether the decode leg may have the prompt as the prefill leg tokenised it: text alone."""
-        api, service = self._api, self._service
+        api, service = self.api, self.service
         if api is None or not api.passes_token_ids or service.settings.tokenize_once == "off":
             return False
         return service.connector.hands_off and not may_hold_media(api, self._members[api.prompt[0]])
@@ -206,7 +170,7 @@ class Runner:
         _CARRY_OUT[type(command)](self, command)
 
     def _prefill(self, command: life.Prefill) -> None:
-        service = self._service
+        service = self.service
         endpoint = command.endpoint
         self._drop_leg()
         loop = service.loop
@@ -215,26 +179,22 @@ class Runner:
         if self._timer is None:  # one deadline for the whole stage, however many endpoints are tried
             left_s = self._times.prefill_sent + service.settings.prefill_timeout - time.monotonic()
             self._timer = loop.call_later(max(left_s, 0.0), self._prefill_timed_out)
-        assert self._api is not None
+        assert self.api is not None
         assert self._exchange is not None
         body = prefill_body(
-            self._api,
+            self.api,
             self._members,
             service.connector.prefill_params,
             wants_token_ids=self._exchange.wants_token_ids,
         )
-        head = b"POST %b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
-            self._request.target,
-            self._request.prefill_block(endpoint.label.encode()),
-            self._trace.for_prefill() if self._trace is not None else b"",
-            len(body),
-        )
+        trace = self._trace.for_prefill() if self._trace is not None else b""
+        parts = to_prefill(self.request, endpoint.label, body, trace)
         # A frozen engine would keep the request for the whole of --prefill-timeout.
         self._unwatch = service.watch.watch(endpoint, None, self._peer_silent)
-        self._start_leg(PrefillLeg(self, (head, body)), service.prefill_pool(endpoint))
+        self._start_leg(PrefillLeg(self, parts), service.prefill_pool(endpoint))
 
     def _check(self, command: life.Check) -> None:
-        gate, exchange = self._service.gate, self._exchange
+        gate, exchange = self.service.gate, self._exchange
         assert exchange is not None
         self._drop_leg()
         self._stop_timer()
@@ -252,28 +212,14 @@ class Runner:
     def _decode(self, command: life.Decode) -> None:
         self._drop_leg()
         self._stop_timer()
-        request, service = self._request, self._service
+        request, service = self.request, self.service
         handoff = command.handoff
-        parts: tuple[Buffer, ...]
-        if handoff is not None:
-            parts = decode_body(self._body, service.connector.decode_params(handoff))
-        else:
-            parts = (self._body,) if self._body else ()
+        if handoff is None:
             self._begin_here()
-        is_api = self._api is not None
-        block = request.relay_block(inflated=request.inflated, with_id=is_api)
-        if request.is_streamed:
-            framing = request.own_framing()
-        elif request.has_body or parts:
-            framing = b"content-length: %d\r\n" % sum(map(len, parts))
-        else:
-            framing = b""
-        if self._trace is not None:
-            framing += self._trace.for_decode()
-        if request.upgrade:
-            framing += b"connection: upgrade\r\nupgrade: %b\r\n" % request.read[b"upgrade"][0]
-        head = b"%b %b HTTP/1.1\r\n%b%b\r\n" % (request.method, request.target, block, framing)
-        leg = DecodeLeg(self, (head, *parts), handoff, streams_body=request.is_streamed)
+        params = service.connector.decode_params(handoff) if handoff is not None else None
+        trace = self._trace.for_decode() if self._trace is not None else b""
+        parts = to_decode(request, self._body, params, trace, with_id=self.api is not None)
+        leg = DecodeLeg(self, parts, handoff, streams_body=request.is_streamed)
         self._start_leg(leg, service.engine)
 
     def _relay(self, _command: life.Relay) -> None:
@@ -282,22 +228,22 @@ class Runner:
 
     def _peek(self, _command: life.Peek) -> None:
         assert isinstance(self._leg, DecodeLeg)
-        assert self._api is not None
-        self._leg.peek(FirstEvents(self._api))
+        assert self.api is not None
+        self._leg.peek(FirstEvents(self.api))
 
     def _answer(self, command: life.Answer) -> None:
         self._refuse(command.row, command.detail)
 
     def _break_off(self, command: life.BreakOff) -> None:
         leg = self._leg
-        if isinstance(leg, DecodeLeg) and self._client is not None:
+        if isinstance(leg, DecodeLeg) and self.client is not None:
             if tail := leg.last_words(command.row):
-                self._client.write((tail,))
-            self._client.close_after_write()
+                self.client.write((tail,))
+            self.client.close_after_write()
         self._finish()
 
     def _to_first_byte(self, _command: life.ToFirstByte) -> None:
-        self._timer = self._service.loop.call_later(self._service.settings.pull_timeout, self._finish)
+        self._timer = self.service.loop.call_later(self.service.settings.pull_timeout, self._finish)
 
     def _wait(self, _command: life.Wait) -> None:
         """The event that is still to come decides."""
@@ -313,7 +259,7 @@ class Runner:
         if endpoint is not None:
             endpoint.peer_host = peer_host
         self._times.prefill_done = time.monotonic()
-        self._do(self._exchange.prefill_answered(status, body, born, self._service.live.engine_facts.block_size))
+        self._do(self._exchange.prefill_answered(status, body, born, self.service.live.engine_facts.block_size))
 
     def fault(self, name: str, detail: str = "") -> None:
         exchange = self._exchange
@@ -322,7 +268,7 @@ class Runner:
             self._finish()
             return
         if exchange.stage in (Stage.DECODE, Stage.HANDOFF) and name in ("refused", "unreachable"):
-            self._service.observer.engine_gone(name, detail)
+            self.service.observer.engine_gone(name, detail)
         self._do(exchange.fault(name, detail))
 
     def decode_connected(self) -> bool:
@@ -333,8 +279,7 @@ class Runner:
         command = self._exchange.decode_connected()
         if command is not None:
             self._do(command)
-            return False
-        return True
+        return command is None
 
     def decode_sent(self, handoff: Handoff | None) -> None:
         exchange = self._exchange
@@ -342,7 +287,7 @@ class Runner:
         exchange.decode_sent()
         self._times.decode_sent = time.monotonic()
         if handoff is not None and exchange.prefill_endpoint is not None:
-            self._unwatch = self._service.watch.watch(exchange.prefill_endpoint, handoff, self._peer_silent)
+            self._unwatch = self.service.watch.watch(exchange.prefill_endpoint, handoff, self._peer_silent)
 
     def decode_answered(self, head: Head) -> None:
         assert self._exchange is not None
@@ -368,9 +313,9 @@ class Runner:
         assert self._exchange is not None
         handoff, endpoint = self._exchange.take_release(), self._exchange.prefill_endpoint
         if handoff is not None and endpoint is not None:
-            endpoints = self._service.endpoints
+            endpoints = self.service.endpoints
             endpoints.hold(endpoint)  # its side channel is needed once more
-            Release(self._service, handoff, self._request.headers, partial(endpoints.let_go, endpoint))
+            Release(self.service, handoff, self.request.headers, partial(endpoints.let_go, endpoint))
 
     def _stop_watching(self) -> None:
         if self._unwatch is not None:
@@ -379,7 +324,7 @@ class Runner:
 
     def _prefill_timed_out(self) -> None:
         self._timer = None
-        self.fault("timeout", f"{self._service.settings.prefill_timeout:g} s")
+        self.fault("timeout", f"{self.service.settings.prefill_timeout:g} s")
 
     def _peer_silent(self, detail: str) -> None:
         self._unwatch = None
@@ -387,45 +332,21 @@ class Runner:
 
     # -- answering -----------------------------------------------------------------------------------------
 
-    @property
-    def client(self) -> "ClientConnection | None":
-        return self._client
-
-    @property
-    def request(self) -> Request:
-        return self._request
-
-    @property
-    def api(self) -> Api | None:
-        return self._api
-
-    @property
-    def service(self) -> Service:
-        return self._service
-
     def own_headers(self) -> bytes:
         """What we add to every answer of a request that could have been split."""
-        if self._api is None:
+        if self.api is None:
             return b""
-        lines = b"x-request-id: %b\r\n" % self._request.take_request_id()
+        lines = b"x-request-id: %b\r\n" % self.request.take_request_id()
         exchange = self._exchange
-        if exchange is not None and self._service.settings.decision_header == "on":
+        if exchange is not None and self.service.settings.decision_header == "on":
             lines += b"x-pd-decision: %b\r\n" % exchange.summary().encode("latin-1")
         return lines
 
     def write_head(self, head: Head, *, framing: bytes, close: bool) -> bytes:
         """The engine's head as the client gets it, as bytes; notes its status."""
         self._status = head.status
-        drop = _NOT_TO_CLIENT if self._api is None else _NOT_TO_CLIENT | {b"x-request-id", b"x-pd-decision"}
-        lines = [b"%b: %b\r\n" % header for header in head.headers if header[0].lower() not in drop]
-        return b"HTTP/1.1 %d %b\r\n%b%b%b%b\r\n" % (
-            head.status,
-            head.reason,
-            b"".join(lines),
-            framing,
-            self.own_headers(),
-            b"connection: close\r\n" if close else b"",
-        )
+        own = self.own_headers()
+        return to_client(head, framing=framing, own=own, is_api=self.api is not None, close=close)
 
     def first_byte(self) -> None:
         if not self._times.first_byte:
@@ -437,38 +358,38 @@ class Runner:
         tokens = self._exchange.decision.estimated_tokens
         if tokens and not self._computing_here:
             self._computing_here = tokens
-            self._ahead = self._service.rules.began_here(tokens)
+            self._ahead = self.service.rules.began_here(tokens)
 
     def _end_here(self) -> None:
         tokens, self._computing_here = self._computing_here, 0
         if tokens:
-            self._service.rules.ended_here(tokens)
+            self.service.rules.ended_here(tokens)
 
     def _refuse(self, row: Row, detail: str) -> None:
         self._status = row.status
         self._refusal = row
-        client = self._client
+        client = self.client
         if client is not None:
-            close = client.must_close(self._request)
+            close = client.must_close(self.request)
             client.write(
                 (
                     errors.answer(
                         row,
                         detail,
-                        self._api,
+                        self.api,
                         self.own_headers(),
                         close=close,
-                        head_only=self._request.method == b"HEAD",
+                        head_only=self.request.method == b"HEAD",
                     ),
                 )
             )
         if self._exchange is None:
-            self._service.observer.refused(row)
+            self.service.observer.refused(row)
         self._finish()
 
     def tunnel(self, head: Head, connection: EngineConnection, rest: bytes) -> None:
         """The engine switched protocols."""
-        client = self._client
+        client = self.client
         if client is None or connection.transport is None or client.transport is None:
             connection.abort()
             self._finish()
@@ -484,7 +405,7 @@ class Runner:
             engine_transport.write(self._early_tunnel_data)
 
     def _tunnel_ended(self) -> None:
-        client, self._client = self._client, None
+        client, self.client = self.client, None
         if client is not None:
             client.tunnel_ended()
         self._finish()
@@ -507,45 +428,45 @@ class Runner:
             self._give_back()
             exchange.close()
             self._end_here()
-            if self._api is not None:
-                learn(self._service.rules, self._api, exchange, self._times, self._status, self._ahead)
-            self._service.observer.finished(
-                self._api.name if self._api is not None else "other",
+            if self.api is not None:
+                learn(self.service.rules, self.api, exchange, self._times, self._status, self._ahead)
+            self.service.observer.finished(
+                self.api.name if self.api is not None else "other",
                 exchange,
                 self._status,
                 self._times,
-                self._request.request_id,
+                self.request.request_id,
                 self._client_left,
                 self._trace.trace_id if self._trace is not None else "",
             )
         if self._trace is not None:
-            assert self._service.tracer is not None
-            self._service.tracer.finished(
+            assert self.service.tracer is not None
+            self.service.tracer.finished(
                 self._trace,
-                self._request,
-                self._api,
+                self.request,
+                self.api,
                 exchange,
                 self._refusal,
                 self._status,
                 self._times,
                 self._client_left,
             )
-        client, self._client = self._client, None
+        client, self.client = self.client, None
         if client is not None:
-            client.answered(self._request)
+            client.answered(self.request)
 
     # -- legs ----------------------------------------------------------------------------------------------
 
     def _start_leg(self, leg: Leg, pool: EnginePool) -> None:
         self._leg = leg
-        self._service.observer.leg_started(leg.name)
+        self.service.observer.leg_started(leg.name)
         leg.acquire(pool)
 
     def _drop_leg(self) -> None:
         self._stop_watching()
         leg, self._leg = self._leg, None
         if leg is not None:
-            self._service.observer.leg_ended(leg.name)
+            self.service.observer.leg_ended(leg.name)
             leg.drop()
 
     def _stop_timer(self) -> None:
