@@ -14,7 +14,10 @@ def listeners(process: int) -> set[tuple[str, int]]:
     """Address and port of every TCP listener of a process."""
     own = set()
     for link in Path(f"/proc/{process}/fd").iterdir():
-        name = str(link.readlink())
+        try:
+            name = str(link.readlink())
+        except FileNotFoundError:  # closed meanwhile
+            continue
         if name.startswith("socket:["):
             own.add(name[8:-1])
     found = set()
