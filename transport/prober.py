@@ -29,7 +29,7 @@ REFRESH_SECONDS: Final = 5.0
 BACKOFF_FIRST_SECONDS: Final = 0.1
 BACKOFF_MAX_SECONDS: Final = 10.0
 FETCHES_AT_ONCE_MAX: Final = 64
-ENDPOINTS_MAX: Final = 1024
+ENDPOINTS_MAX: Final = 2048  # discovered and header-brought endpoints, and ranks behind some of them
 # Payloads kept for the time that a side channel is away. Beyond this only what they say is kept, not their bytes.
 REMEMBERED_BYTES_MAX: Final = 32 * 2**20
 

@@ -472,17 +472,18 @@ def test_mistakes_about_discovery(argv: list[str], says: str) -> None:
     assert says in mistake
 
 
-def test_kubernetes_outside_a_cluster(tmp_path: Path) -> None:
+def test_kubernetes_outside_a_cluster() -> None:
+    (said,) = mistakes(["--discovery", "kubernetes"])
+    assert said.startswith("--discovery kubernetes: KUBERNETES_SERVICE_HOST is not set")
+
+
+def test_kubernetes_without_an_account(tmp_path: Path) -> None:
     """Every thing that is missing, by name."""
-    said = mistakes(["--discovery", "kubernetes", "--kubernetes-account", str(tmp_path)])
+    flags = ["--discovery", "kubernetes", "--kubernetes-account", str(tmp_path)]
+    said = mistakes([*flags, "--kubernetes-api", "https://10.96.0.1"])
     assert all(mistake.startswith("--discovery kubernetes: ") for mistake in said)
-    for missing in (
-        "KUBERNETES_SERVICE_HOST is not set",
-        f"{tmp_path}/token: No such file",
-        f"{tmp_path}/ca.crt: No such file",
-        f"{tmp_path}/namespace: No such file",
-    ):
-        assert any(missing in mistake for mistake in said), missing
+    for missing in ("token", "ca.crt", "namespace"):
+        assert any(f"{tmp_path}/{missing}: No such file" in mistake for mistake in said), missing
 
 
 def test_kubernetes_in_a_cluster(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def check_api(url: str) -> None:
 def find_cluster(api: str, account: str, namespace: str, environ: Mapping[str, str]) -> Cluster:
     """From the flags, and for what they leave open from the pod's environment and files. Raises `NotInCluster`."""
     missing: list[str] = []
-    url = api.rstrip("/") or _url_of(environ, missing)
+    url = api.rstrip("/") or _url_of(environ)
     folder = Path(account)
     token = ca = None
     if not url.startswith("http://"):
@@ -77,11 +77,14 @@ def find_cluster(api: str, account: str, namespace: str, environ: Mapping[str, s
     return Cluster(url, namespace, token, ca, environ.get("POD_NAME") or environ.get("HOSTNAME", ""))
 
 
-def _url_of(environ: Mapping[str, str], missing: list[str]) -> str:
+def _url_of(environ: Mapping[str, str]) -> str:
+    """Raises `NotInCluster` with this alone: where there is no cluster, nothing else of it is there either."""
     host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "")
-    for name, value in (("KUBERNETES_SERVICE_HOST", host), ("KUBERNETES_SERVICE_PORT", port)):
-        if not value:
-            missing.append(f"{name} is not set: this is no pod (--kubernetes-api names another API server)")
+    if not host or not port:
+        name = "PORT" if host else "HOST"
+        raise NotInCluster(
+            [f"KUBERNETES_SERVICE_{name} is not set: this is no pod (--kubernetes-api names another API server)"]
+        )
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 

@@ -104,9 +104,14 @@ def test_in_a_pod(tmp_path: Path) -> None:
 
 
 def test_outside_a_cluster(tmp_path: Path) -> None:
+    for environ, missing in (({}, "HOST"), ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, "PORT")):
+        with pytest.raises(NotInCluster) as caught:
+            find_cluster("", str(tmp_path), "", environ)
+        (mistake,) = caught.value.mistakes
+        assert f"KUBERNETES_SERVICE_{missing} is not set" in mistake
     with pytest.raises(NotInCluster) as caught:
-        find_cluster("", str(tmp_path), "", {})
-    for missing in ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "/token", "/ca.crt", "/namespace"):
+        find_cluster("", str(tmp_path), "", IN_POD)
+    for missing in ("/token", "/ca.crt", "/namespace"):
         assert any(missing in mistake for mistake in caught.value.mistakes), missing
     with pytest.raises(NotInCluster) as caught:
         find_cluster("https://10.0.0.1", account(tmp_path, "token", "ca.crt"), "", {})
