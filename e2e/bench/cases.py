@@ -20,6 +20,7 @@ class Case:
     title: str
     kind: Literal["closed", "stream", "memory"]
     body_bytes: int = 1_000
+    gzip: bool = False
     connections: int = 16
     pause_us: int = 0
     streams: int = 0
@@ -36,6 +37,7 @@ CASES: dict[str, Case] = {
         Case("body-1k", "1 KB bodies, 16 connections", "closed", quick=True),
         Case("body-16k", "16 KB bodies, 16 connections", "closed", body_bytes=16_000),
         Case("body-100k", "100 KB bodies, 16 connections", "closed", body_bytes=100_000, quick=True),
+        Case("body-100k-gzip", "The same, compressed by the client", "closed", body_bytes=100_000, gzip=True),
         Case("body-1m", "1 MB bodies, 16 connections", "closed", body_bytes=1_000_000, quick=True),
         Case("body-8m", "8 MB bodies (an image), 4 connections", "closed", body_bytes=8_000_000, connections=4),
         Case("conns-1", "1 KB bodies, 1 connection", "closed", connections=1, quick=True),
@@ -101,6 +103,8 @@ TARGETS: tuple[Target, ...] = (
     Target("goal", "rss-10k", "rss_mb", "vllm-router", 0.6),
     Target("goal", "peak-64m", "peak_bodies", None, 3),
     Target("goal", "body-1k", "cpu_us", "sidecar-plain", 1.25),
+    Target("goal", "body-1k", "cpu_us", "sidecar-plain", 1.25, proxy="sidecar-traced"),
+    Target("goal", "stream-64x50", "cpu_us", "sidecar-plain", 1.25, proxy="sidecar-traced"),
     Target("goal", "stream-64x50-usage", "cpu_us", "sidecar-local", 1.25),
     Target("goal", "stream-2000x10", "errors", None, 0),
     Target("goal", "stream-2000x10", "added_p99_us", None, 5_000),

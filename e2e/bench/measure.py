@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.server
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +64,30 @@ def _handshake_payload() -> bytes:
     )
 
 
+class Collector:
+    """Takes the spans of a proxy that traces, on a thread, and forgets them."""
+
+    def __init__(self) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+                """Nobody asked."""
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="collector", daemon=True).start()
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
 class Bench:
     """Rig and proxies, up for the time of a run. A context manager: it ends all it started."""
 
@@ -75,6 +101,7 @@ class Bench:
         self._folder = Path(tempfile.mkdtemp(prefix="pd-sidecar-bench-"))
         self._side_channel = nixl.SideChannel("127.0.0.1", free_port(), {(0, 0): _handshake_payload()})
         self._side_channel.start()
+        self._collector = Collector()
         self._canned = payloads.canned(self._side_channel.port)
         self.rig = Rig(build(cache), rig_core, self._folder, self._canned, priority)
         self._proxies: dict[str, Proxy] = {}
@@ -91,6 +118,7 @@ class Bench:
             proxy.close()
         self.rig.close()
         self._side_channel.stop()
+        self._collector.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(self, spec: Spec) -> Proxy:
@@ -99,7 +127,9 @@ class Bench:
         binary = self._binaries[spec.peer] if spec.peer else Path(sys.executable)
         engines = (self.rig.prefill_port, self.rig.decode_port)
         folder = self._folder / f"{spec.name}-{self._starts}"
-        proxy = Proxy(spec, binary, self._proxy_core, engines, folder, self._priority)
+        proxy = Proxy(
+            spec, binary, self._proxy_core, engines, folder, self._priority, collector_port=self._collector.port
+        )
         try:
             prompt = payloads.chat_body(1_000, stream=False)
             self._load_answers(prompt)
@@ -136,9 +166,11 @@ class Bench:
         self.rig.load("prefill", answer)
         self.rig.load("decode", payloads.decode_answer(prompt.prompt_tokens))
 
-    def _load_request(self, proxy: Proxy | None, prompt: payloads.Prompt) -> None:
+    def _load_request(self, proxy: Proxy | None, prompt: payloads.Prompt, *, gzipped: bool = False) -> None:
         port = proxy.place.port if proxy else self.rig.decode_port
         headers = proxy.spec.headers(proxy.place) if proxy else {}
+        if gzipped:
+            prompt, headers = prompt.gzipped(), {**headers, "Content-Encoding": "gzip"}
         self.rig.load("request", payloads.http_request(port, prompt.body, headers))
 
     # ------------------------------------------------------------ one sample
@@ -147,7 +179,7 @@ class Bench:
         """One closed-loop window; without a proxy the two engines called one after the other, on one connection."""
         prompt = payloads.chat_body(case.body_bytes, stream=False)
         self._load_answers(prompt)
-        self._load_request(proxy, prompt)
+        self._load_request(proxy, prompt, gzipped=case.gzip)
         if proxy:
             return self.rig.closed(
                 proxy.place.port,

@@ -8,6 +8,7 @@ It must not know how the bytes travel or what is measured with them.
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import struct
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ class Prompt:
 
     body: bytes
     prompt_tokens: int
+
+    def gzipped(self) -> Prompt:
+        """The same prompt, sent with `Content-Encoding: gzip`."""
+        return Prompt(gzip.compress(self.body, 6, mtime=0), self.prompt_tokens)
 
 
 @functools.cache

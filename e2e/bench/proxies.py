@@ -35,6 +35,7 @@ class Place:
     admin_port: int
     prefill_port: int
     decode_port: int
+    collector_port: int
     folder: Path
 
 
@@ -68,6 +69,12 @@ def _sidecar(*extra: str) -> Callable[[Place, Path], list[str]]:
         ]
 
     return command
+
+
+def _sidecar_traced(place: Place, binary: Path) -> list[str]:
+    spans = ("--tracing", "on", "--trace-sample", "0.01")
+    where = ("--otlp-endpoint", f"http://127.0.0.1:{place.collector_port}")
+    return _sidecar("--disagg", "on", *spans, *where)(place, binary)
 
 
 def _vllm_router(place: Place, binary: Path) -> list[str]:
@@ -173,6 +180,13 @@ SPECS: dict[str, Spec] = {
             headers=_target_header,
             remark="NIXL relay off",
         ),
+        Spec(
+            "sidecar-traced",
+            2,
+            _sidecar_traced,
+            headers=_target_header,
+            remark="relay on, one request in 100 traced",
+        ),
         Spec("sidecar-local", 1, _sidecar("--disagg", "off"), remark="`--disagg off`: a plain relay"),
         Spec("vllm-router", 2, _vllm_router, peer="vllm-router", remark="`--kv-connector nixl`, its default"),
         Spec("smg", 2, _smg, peer="smg", remark="`--backend vllm`, finds the NIXL connector by itself"),
@@ -261,12 +275,21 @@ class Proxy:
     """One started proxy on one core."""
 
     def __init__(
-        self, spec: Spec, binary: Path, core: int, engines: tuple[int, int], folder: Path, priority: int = 0
+        self,
+        spec: Spec,
+        binary: Path,
+        core: int,
+        engines: tuple[int, int],
+        folder: Path,
+        priority: int = 0,
+        *,
+        collector_port: int = 0,
     ) -> None:
-        """`engines` are the ports of prefill and decode; `folder` is for files and the log."""
+        """`engines` are the ports of prefill and decode; `folder` is for files and the log; at `collector_port`
+        spans are taken."""
         folder.mkdir(parents=True, exist_ok=True)
         self.spec = spec
-        self.place = Place(free_port(), free_port(), *engines, folder)
+        self.place = Place(free_port(), free_port(), *engines, collector_port, folder)
         for name, text in spec.files(self.place).items():
             (folder / name).write_text(text)
         self.log = folder / f"{spec.name}.log"
