@@ -9,7 +9,7 @@ import msgspec
 from sidecar.connectors.connector import Connector
 from sidecar.decision.cost import Inputs, Verdict
 from sidecar.decision.rules import Rules
-from sidecar.decision.shape import exact_tokens, is_token_ids, keeps_local, prompt_bytes
+from sidecar.decision.shape import conversation, exact_tokens, is_token_ids, keeps_local, prompt_bytes
 from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import Fields
 from sidecar.prefill.address import BadAddress
@@ -50,6 +50,9 @@ class Decision(msgspec.Struct, frozen=True):
     """The prompt is a list of token ids: the estimate is its length."""
     prompt_bytes: int = 0
     """Of a prompt whose tokens are estimated."""
+    conversation: int = 0
+    """Prompts with the same number begin alike, so that one endpoint may hold their KV; 0 where none is chosen by
+    us."""
     inputs: Inputs | None = None
     verdict: Verdict | None = None
     """Of the rule, where no guard had decided."""
@@ -104,6 +107,7 @@ def decide(
         # Every handoff would be refused as unverifiable, each prompt computed twice.
         why = "the block size is unknown: neither engine's /metrics tells it"
         return Decision(Kind.LOCAL, "no_usable_prefill", why, tokens, budgeted=not is_short)
+    is_ours_to_choose = candidates is endpoints.members
     decision = Decision(
         Kind.REMOTE,
         "on",
@@ -111,7 +115,8 @@ def decide(
         is_exact=is_exact,
         prompt_bytes=size_bytes,
         candidates=tuple(candidates),
-        ordered=candidates is not endpoints.members,
+        ordered=not is_ours_to_choose,
+        conversation=conversation(api, members) if is_ours_to_choose and len(candidates) > 1 else 0,
     )
     return decision if mode is Mode.ON else _auto(decision, api, members, endpoints, rules)
 

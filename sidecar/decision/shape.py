@@ -4,6 +4,7 @@ Pure functions of the top-level members of the body. Values are looked at as byt
 its meaning is needed and it is small or rare.
 """
 
+import zlib
 from typing import Any
 
 import msgspec
@@ -14,6 +15,11 @@ from sidecar.exchange.splice import Fields, NotAnObject, fields, is_object
 BYTES_PER_TOKEN = 4.0
 """A usual figure for English text and code under BPE vocabularies, until prompts have told."""
 
+
+_BEFORE_USER_BYTES = 65536
+_CONVERSATION_BYTES = 1024
+"""Enough to tell one document from another, and little enough to be there from the first turn on."""
+_LEAST_WORDS_BYTES = 16
 
 _MAY_BE_IDS = ("prompt", "token_ids")
 
@@ -115,4 +121,23 @@ def prompt_bytes(api: Api, members: Fields) -> int:
     return sum(len(memoryview(members[name])) for name in api.prompt if name in members)
 
 
-__all__ = ["NotAnObject", "exact_tokens", "is_token_ids", "keeps_local", "may_hold_media", "prompt_bytes"]
+def conversation(api: Api, members: Fields) -> int:
+    """What requests have in common that share KV, as a number above 0: where the first user's words begin, else the
+    prompt."""
+    prompt = bytes(memoryview(members[api.prompt[0]])[:_BEFORE_USER_BYTES])
+    begin = max(prompt.find(b'"user"'), 0)  # within a string its quotes would be escaped
+    end = prompt.find(b'"}', begin, begin + _CONVERSATION_BYTES)  # the message's; what follows it is another turn's
+    if 0 <= end < begin + _LEAST_WORDS_BYTES:  # the role stands behind the words
+        begin, end = 0, -1
+    return zlib.crc32(prompt[begin : begin + _CONVERSATION_BYTES if end < 0 else end]) or 1
+
+
+__all__ = [
+    "NotAnObject",
+    "conversation",
+    "exact_tokens",
+    "is_token_ids",
+    "keeps_local",
+    "may_hold_media",
+    "prompt_bytes",
+]

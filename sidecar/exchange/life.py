@@ -402,7 +402,12 @@ class Exchange:
         # An only endpoint is asked again where the connection, not the engine, may have been the trouble.
         may_repeat = bool(self.faults) and self.faults[-1].row.fault == "reset"
         endpoint = self._endpoints.choose(
-            decision.candidates, self._tried, ordered=decision.ordered, may_repeat=may_repeat
+            decision.candidates,
+            self._tried,
+            ordered=decision.ordered,
+            may_repeat=may_repeat,
+            conversation=decision.conversation,
+            tokens=decision.estimated_tokens,
         )
         if endpoint is None:
             return None

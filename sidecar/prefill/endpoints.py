@@ -5,6 +5,7 @@ the last are forgotten when they are idle and their number grows beyond a bound.
 from that moment on; what was kept for it is given back when the requests that it has are through with it.
 """
 
+import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ FIRST_SHARE = 0.1
 """Of a full share, from the first moment on: enough to find out that it does not work."""
 
 DRAWS = 8
+
+_MIX, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
+"""Multiplying by an odd number near 2**64 / golden ratio carries every bit into the high ones."""
 
 DEPARTED_FOR_S = 60.0
 """A gateway that names an endpoint may know of its end a moment later than we do."""
@@ -66,9 +70,12 @@ class Endpoint:
     """Nothing is kept for it any more."""
     blocked: str = ""
     """Why nothing can be pulled from here at present: `incompatible` or `side_channel_dead`."""
+    point: int = 0
+    """64 bits from the address."""
 
     def __post_init__(self) -> None:
         self.label = str(self.address)
+        self.point = int.from_bytes(hashlib.blake2b(self.label.encode(), digest_size=8).digest(), "big")
 
     def admits(self, now: float) -> bool:
         """Whether a prefill may be sent here."""
@@ -119,6 +126,7 @@ class Endpoints:
         self._header_cache: dict[bytes, tuple[Address, ...]] = {}
         self._no_kv = 0
         self._random = random.Random()  # noqa: S311
+        self._salt = self._random.getrandbits(64)
 
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self._known.values())
@@ -251,12 +259,23 @@ class Endpoints:
         self._forgotten(endpoint)
 
     def choose(
-        self, candidates: Sequence[Endpoint], tried: list[Endpoint], *, ordered: bool, may_repeat: bool
+        self,
+        candidates: Sequence[Endpoint],
+        tried: list[Endpoint],
+        *,
+        ordered: bool,
+        may_repeat: bool,
+        conversation: int = 0,
+        tokens: int = 0,
     ) -> Endpoint | None:
         """The next endpoint to try, or None. `may_repeat`: one that was tried may come again if it is the only one.
 
         `ordered` keeps the order of the header; otherwise the less loaded of two that chance picks. The least
         loaded of all would be the same one for every sidecar of the fleet: the one that has just joined.
+
+        What belongs to a `conversation` goes to the endpoint that has had it before, for its KV cache, unless more
+        waits there than this prompt's `tokens` beyond what waits elsewhere: no cache saves more than those. Another
+        sidecar sends it elsewhere: of a beginning that a whole fleet shares we see our own part of the load only.
         """
         now = self._now()
         if not candidates:
@@ -270,7 +289,28 @@ class Endpoints:
         if one is None:
             return None
         other = self._draw(candidates, [*tried, one], now)
-        return one if other is None or one.load <= other.load else other
+        best = one if other is None or one.load <= other.load else other
+        if conversation:
+            home = self._home(candidates, tried, conversation, now)
+            if home is not None and home.tokens_in_flight <= best.tokens_in_flight + tokens:
+                return home
+        return best
+
+    def _home(
+        self, candidates: Sequence[Endpoint], but: list[Endpoint], conversation: int, now: float
+    ) -> Endpoint | None:
+        """The endpoint of a conversation (rendezvous hashing: one that leaves or joins moves only its own), or None
+        while it is that of one that is still to get little. At least one candidate may be used."""
+
+        ours = conversation ^ self._salt
+
+        def score(endpoint: Endpoint) -> int:
+            return (ours ^ endpoint.point) * _MIX & _MASK
+
+        home = max(candidates, key=score)
+        if not home.admits(now) or home in but:
+            home = max((one for one in candidates if one.admits(now) and one not in but), key=score)
+        return home if self._random.random() < home.share(now) else None
 
     def _draw(self, candidates: Sequence[Endpoint], but: list[Endpoint], now: float) -> Endpoint | None:
         """One of those that may be used, by their shares; none of `but`."""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import APIS, CHAT, COMPLETIONS
-from tests.integration.sidecar import Rig, Sidecar, chat, completion, eventually, free_ports
+from tests.integration.sidecar import Rig, Sidecar, chat, completion, eventually, free_ports, prompt
 
 
 @pytest.fixture
@@ -193,6 +193,32 @@ def test_configured_endpoints(second: ThreadedEngine) -> None:
             assert decision(f"127.0.0.1:{free_ports()}") == "refused; reason=not_allowed"
             # Of a list the foreign ones are left out.
             assert decision(f"10.0.0.1:80, {second.address}") == f"remote; prefill={second.address}"
+        finally:
+            sidecar.stop()
+
+
+def test_turns_of_a_conversation_share_an_endpoint() -> None:
+    """Their prompts begin alike, and the endpoint has their KV cached. The next conversation may be elsewhere."""
+    with ThreadedEngine() as first, ThreadedEngine() as other, ThreadedEngine() as decode:
+        sidecar = Sidecar(
+            *("--model-server-port", str(decode.port), "--disagg", "on"),
+            *("--prefill", first.address, "--prefill", other.address),
+        )
+
+        def endpoints_of(number: int) -> set[str]:
+            messages = [{"role": "user", "content": f"Document {number}: {prompt(300)}"}]
+            used = set()
+            for _ in range(4):
+                body = {"model": "sim", "messages": messages, "max_tokens": 8}
+                answer = sidecar.ask("POST", CHAT, body)
+                used.add(answer.decision)
+                messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And?"}]
+            return used
+
+        try:
+            conversations = [endpoints_of(number) for number in range(12)]
+            assert all(len(used) == 1 for used in conversations)
+            assert len(set().union(*conversations)) == 2
         finally:
             sidecar.stop()
 

@@ -1,11 +1,12 @@
 """Which requests can be split at all, and how long their prompts are."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from sidecar.decision.shape import exact_tokens, is_token_ids, keeps_local, prompt_bytes
+from sidecar.decision.shape import conversation, exact_tokens, is_token_ids, keeps_local, prompt_bytes
 from sidecar.exchange.apis import APIS, CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Api
 from sidecar.exchange.splice import NotAnObject, fields
 
@@ -256,3 +257,49 @@ def test_size_of_the_prompt(api: Api, body: str, size: str) -> None:
         assert size == f"{exact_tokens(api, members)} tokens"
     else:
         assert size == f"{prompt_bytes(api, members)} bytes"
+
+
+# -- conversations ---------------------------------------------------------------------------------------------
+
+QUESTIONS = [f"Question {number}: what is in the document? " + "x" * 2000 for number in range(50)]
+SYSTEM = {"role": "system", "content": "Be brief. " * 300}
+
+
+def number_of(api: Api, **members: Any) -> int:
+    return conversation(api, fields(json.dumps(members)))
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")], ids=["dense", "spaced"])
+@pytest.mark.parametrize("question", ["Who?", 'Is "} in it? And "user"?', QUESTIONS[0]])
+def test_turns_of_a_conversation_share_a_number(question: str, separators: tuple[str, str]) -> None:
+    messages = [SYSTEM, {"role": "user", "content": question}]
+    numbers = set()
+    for turn in range(5):
+        numbers.add(conversation(CHAT, fields(json.dumps({"messages": messages}, separators=separators))))
+        messages = [
+            *messages,
+            {"role": "assistant", "content": f"Answer {turn}"},
+            {"role": "user", "content": f"And {turn}?"},
+        ]
+    assert len(numbers) == 1
+    assert numbers != {0}
+
+
+@pytest.mark.parametrize(
+    ("api", "members"),
+    [
+        (CHAT, lambda text: {"messages": [SYSTEM, {"role": "user", "content": text}]}),
+        (CHAT, lambda text: {"messages": [{"content": text, "role": "user"}]}),
+        (CHAT, lambda text: {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}),
+        (MESSAGES, lambda text: {"messages": [{"role": "user", "content": text}]}),
+        (RESPONSES, lambda text: {"input": text}),
+        (COMPLETIONS, lambda text: {"prompt": text}),
+        (COMPLETIONS, lambda text: {"prompt": list(text.encode())}),
+        (GENERATE, lambda text: {"token_ids": list(text.encode())}),
+    ],
+)
+def test_conversations_differ(api: Api, members: Callable[[str], dict[str, Any]]) -> None:
+    """Under the same system prompt too; and what follows a long beginning does not matter."""
+    numbers = [number_of(api, **members(question)) for question in QUESTIONS]
+    assert len(set(numbers)) == len(QUESTIONS)
+    assert [number_of(api, **members(question + "and more")) for question in QUESTIONS] == numbers

@@ -233,3 +233,73 @@ def test_what_a_prompt_finds_before_it() -> None:
     world.broken(c)
     assert world.least_tokens_in_flight(world.configured) == 300
     assert world.least_tokens_in_flight([c]) == 0
+
+
+# -- conversations ---------------------------------------------------------------------------------------------
+
+CONVERSATIONS = list(map(random.Random(3).getrandbits, [32] * 2000))
+
+
+def homes(world: World, tokens: int = 1000) -> list[Endpoint | None]:
+    return [
+        world.choose(world.configured, [], ordered=False, may_repeat=False, conversation=number, tokens=tokens)
+        for number in CONVERSATIONS
+    ]
+
+
+def test_conversation_stays_where_it_is() -> None:
+    """And all endpoints have their share."""
+    world = World("a:1", "b:1", "c:1", "d:1")
+    first = homes(world)
+    assert homes(world) == first
+    for endpoint in world.configured:
+        assert 400 < first.count(endpoint) < 600
+
+
+def test_a_beginning_that_a_fleet_shares_is_spread_over_all_endpoints() -> None:
+    """A sidecar sees its own load only: two hundred of them must not agree on one endpoint."""
+    chosen = []
+    for _ in range(200):
+        world = World("a:1", "b:1", "c:1", "d:1")
+        one = world.choose(world.configured, [], ordered=False, may_repeat=False, conversation=7, tokens=1000)
+        chosen.append(one and one.label)
+    for label in ("a:1", "b:1", "c:1", "d:1"):
+        assert 25 < chosen.count(label) < 75
+
+
+def test_endpoint_that_cannot_be_used_moves_only_its_own_conversations() -> None:
+    world = World("a:1", "b:1", "c:1", "d:1")
+    before = homes(world)
+    gone = world.configured[1]
+    world.broken(gone)
+    after = homes(world)
+    assert gone not in after
+    assert all(now is then for then, now in zip(before, after, strict=True) if then is not gone)
+    assert {one for then, one in zip(before, after, strict=True) if then is gone} == {*world.configured} - {gone}
+    assert homes(world) == after, "and to the same ones each time"
+
+
+def test_conversation_leaves_an_endpoint_where_more_waits_than_a_cache_could_save() -> None:
+    world = World("a:1", "b:1")
+    [number] = [number for number, home in zip(CONVERSATIONS, homes(world), strict=True) if home][:1]
+    home = world.choose(world.configured, [], ordered=False, may_repeat=False, conversation=number, tokens=500)
+    assert home is not None
+    [other] = [one for one in world.configured if one is not home]
+    for waiting, chosen in ((500, home), (501, other)):
+        world.begin(home, waiting)
+        picked = world.choose(
+            world.configured, [], ordered=False, may_repeat=False, conversation=number, tokens=500
+        )
+        assert picked is chosen, waiting
+        world.end(home, waiting)
+
+
+def test_conversation_is_tried_elsewhere_after_a_failure() -> None:
+    world = World("a:1", "b:1", "c:1")
+    tried: list[Endpoint] = []
+    for _ in range(3):
+        one = world.choose(world.configured, tried, ordered=False, may_repeat=False, conversation=7, tokens=10)
+        assert one is not None
+        assert one not in tried
+        tried.append(one)
+    assert world.choose(world.configured, tried, ordered=False, may_repeat=False, conversation=7) is None

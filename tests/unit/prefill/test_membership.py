@@ -213,6 +213,25 @@ def test_no_herd_on_an_endpoint_that_joins() -> None:
     assert world.least_tokens_in_flight(world.members) == 0
 
 
+def test_conversations_move_to_an_endpoint_that_joins_only_bit_by_bit() -> None:
+    world = World()
+    world._random, draw = random.Random(5), random.Random(6)
+    world.tell("a:1", "b:1", "c:1")
+
+    def moved() -> int:
+        chosen = [
+            world.choose(world.members, [], ordered=False, may_repeat=False, conversation=number, tokens=1)
+            for number in map(draw.getrandbits, [32] * 1000)
+        ]
+        return sum(one is not None and one.address.host == "new" for one in chosen)
+
+    assert moved() == 0
+    world.tell("a:1", "b:1", "c:1", "new:1")
+    assert 20 < moved() < 120
+    world.clock += WARM_IN_S
+    assert 220 < moved() < 280
+
+
 def test_a_new_endpoint_is_used_where_no_other_can_be() -> None:
     world = World()
     world.tell("a:1")
