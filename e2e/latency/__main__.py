@@ -20,7 +20,7 @@ from e2e.bench.proxies import NotReadyError
 from e2e.engines import RigError
 from e2e.install import InstallError
 from e2e.latency import report
-from e2e.latency.measure import DTYPE, ROUTER, UCX_TLS, Cores, Result, Stage, run_scenario
+from e2e.latency.measure import BLOCK_SIZE, DTYPE, ROUTER, UCX_TLS, Cores, Result, Stage, run_scenario
 from e2e.latency.scenarios import MODES, SCENARIOS
 from e2e.models import ModelError
 
@@ -41,6 +41,12 @@ def _flags(arguments: list[str] | None) -> argparse.Namespace:
         "--itl-target-ms", type=float, default=250, help="goodput: a request's p99 gap is good up to this"
     )
     parser.add_argument("--ucx-tls", default=UCX_TLS, help=f"how engines copy KV: UCX_TLS (default {UCX_TLS})")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        default=BLOCK_SIZE,
+        help=f"tokens in a KV block of both engines (default {BLOCK_SIZE})",
+    )
     parser.add_argument("--sidecar-core", type=int, help="core of sidecar and router")
     parser.add_argument("--driver-core", type=int, help="core of the load")
     parser.add_argument("--write", action="store_true", help=f"write the results into {_DOCS.relative_to(_ROOT)}/")
@@ -86,7 +92,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     peers = install([ROUTER] if with_router else [])
     described = machine.describe(versions(peers), sys.executable)
     started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    with Stage(flags.model, cores, peers.binaries.get(ROUTER), flags.ucx_tls) as stage:
+    with Stage(flags.model, cores, peers.binaries.get(ROUTER), flags.ucx_tls, flags.block_size) as stage:
         described["versions"]["vllm"] = stage.decode.request("GET", "/version").json()["version"]
         for mode, why in peers.absent.items():
             stage.failed[mode] = why
@@ -102,6 +108,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         "tamed": tamed,
         "dtype": DTYPE,
         "ucx_tls": f"UCX_TLS={flags.ucx_tls}",
+        "block_size": flags.block_size,
         "targets": {"ttft_ms": flags.ttft_target_ms, "itl_ms": flags.itl_target_ms},
     }
     return report.document(

@@ -36,6 +36,8 @@ MAX_BATCHED_TOKENS = 2048
 """One prompt of 2,000 tokens is one step of the engine: the whole pause that a prefill is."""
 DTYPE = "bfloat16"
 UCX_TLS = "self,sm,cma,tcp"
+BLOCK_SIZE = 128
+"""Tokens: the larger a block, the fewer pieces both cores copy, where no RDMA hardware does it."""
 """Between engines of one machine memory is copied straight across: about half the time of TCP, under one load."""
 PROBE_TOKENS = 600
 """Of the request that shows that a way works: enough for `auto` to go remote."""
@@ -113,11 +115,11 @@ class Stage:
     """A pair of engines, the sidecar before the decode engine, the router beside it. A context manager: it ends all
     that it started."""
 
-    def __init__(self, model: str, cores: Cores, router: Path | None, ucx_tls: str) -> None:
+    def __init__(self, model: str, cores: Cores, router: Path | None, ucx_tls: str, block_size: int) -> None:
         self._cores = cores
         self._router = router
         flags = ["--dtype", DTYPE, "--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)]
-        self.rig = Rig(model, extra_flags=flags, extra_env={"UCX_TLS": ucx_tls})
+        self.rig = Rig(model, extra_flags=flags, extra_env={"UCX_TLS": ucx_tls}, block_size=block_size)
         self._proxies: dict[str, Proxy] = {}
         self.failed: dict[str, str] = {}
         """Ways that did not come up, and why."""

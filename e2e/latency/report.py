@@ -19,7 +19,7 @@ Written by `{command}`; do not edit. Taken {started}, revision {revision}.
 {machine}
 On {layout}. Load average at the start {load:.1f}.
 {versions}; model {model}, {dtype}; one prefill and one decode engine of vLLM, KV moved by NIXL
-({ucx_tls}).
+({ucx_tls}, blocks of {block_size} tokens).
 
 Each number is the median of the rounds with the least and the greatest in brackets. Ways alternate within a round,
 and a ratio is taken within a round. TTFT is from the request to its first token, at the client; a gap is the time
@@ -81,7 +81,8 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
     targets = Targets(**settings["targets"])
     lines = [
         _INTRODUCTION.format(
-            **{key: settings[key] for key in ("command", "started", "layout", "model", "dtype", "ucx_tls")},
+            **{key: settings[key] for key in ("command", "started", "layout", "model", "dtype")},
+            **{key: settings[key] for key in ("ucx_tls", "block_size")},
             revision=described["revision"],
             machine=machine.sentence(described),
             versions=machine.versions(described),

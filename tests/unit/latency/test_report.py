@@ -35,6 +35,7 @@ SETTINGS = {
     "model": "smollm2",
     "dtype": "bfloat16",
     "ucx_tls": "UCX_TLS=tcp",
+    "block_size": 128,
     "tamed": True,
     "targets": {"ttft_ms": 1000.0, "itl_ms": 200.0},
 }
