@@ -216,7 +216,7 @@ def test_turns_of_a_conversation_share_an_endpoint() -> None:
             return used
 
         try:
-            conversations = [endpoints_of(number) for number in range(12)]
+            conversations = [endpoints_of(number) for number in range(24)]
             assert all(len(used) == 1 for used in conversations)
             assert len(set().union(*conversations)) == 2
         finally:
