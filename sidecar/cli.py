@@ -184,9 +184,8 @@ class Sidecar:
         self._admin = web.AppRunner(app, access_log=None)
         await self._admin.setup()
         await self._listen_admin(self._admin)
-        watch = Watch(self._background, self._prefill_alive, settings.pull_timeout, self._loop.time)
         for rank, probe in enumerate(probes):
-            await self._listen(rank, watch, probe)
+            await self._listen(rank, probe)
         self._open_side_channels()
         self._background.start("facts of prefill endpoints", self._facts.run(self._endpoints))
         if self._observer.discovery is not None:  # nothing waits for it: without endpoints requests are local
@@ -261,8 +260,9 @@ class Sidecar:
         self._observer.prefix_indexes.append(index)
         return events
 
-    async def _listen(self, rank: int, watch: Watch, probe: EngineProbe) -> None:
+    async def _listen(self, rank: int, probe: EngineProbe) -> None:
         settings = self.settings
+        watch = Watch(self._background, self._prefill_alive, probe.fetching, settings.pull_timeout, self._loop.time)
         engine = EnginePool(
             self._loop,
             settings.model_server_host,

@@ -163,7 +163,11 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     prefill_timeout: Annotated[float, _m("seconds for the whole prefill stage", gt=0, le=86400)] = 120.0
     pull_timeout: Annotated[
         float,
-        _m("seconds that decode may wait for KV while the prefill peer answers no probe", gt=0, le=86400),
+        _m(
+            "seconds that decode may wait for KV while the prefill peer answers no probe; three times if it does",
+            gt=0,
+            le=86400,
+        ),
     ] = 10.0
     kv_lease: Annotated[
         float,

@@ -148,7 +148,7 @@ ROWS: tuple[Row, ...] = (
         "peer_silent",
         Then.POLICY,
         504,
-        "the prefill peer has been silent for --pull-timeout while decode waits for its KV",
+        "for --pull-timeout the prefill peer has answered no probe, or for three of them brought no KV",
         blames=True,
     ),
     Row(_U, "garbage", Then.ANSWER, 502, "the decode engine's answer is not valid HTTP"),

@@ -13,6 +13,7 @@ import aiohttp
 
 from sidecar.connectors.connector import EngineFacts
 from sidecar.decision.signals import Load, parse_load
+from sidecar.prefill.stall import Fetching, parse_fetching
 from sidecar.tls import describe
 
 MAX_METRICS_BYTES = 8 << 20
@@ -76,6 +77,10 @@ class EngineProbe:
     async def load(self, timeout_s: float) -> Load | None:
         """What runs and waits there, from `/metrics`; None if it does not tell."""
         return parse_load(await self._metrics(timeout_s))
+
+    async def fetching(self, timeout_s: float) -> Fetching | None:
+        """What KV is on its way there, from `/metrics`; None if it does not tell."""
+        return parse_fetching(await self._metrics(timeout_s))
 
     async def _metrics(self, timeout_s: float) -> str:
         """The exposition, "" if there is none."""

@@ -1,8 +1,8 @@
 """Watches prefill peers while a decode engine waits for their KV, or a request for their answer.
 
 A decode engine waits for ever for blocks of an engine that is frozen (vLLM 0.32 has no transfer timeout), so the
-peer is asked, once for all requests that wait for it, whether it is still there. Nothing is asked for requests that
-get their first byte quickly.
+peer is asked, once for all requests that wait for it, whether it is still there. Where it is and nothing comes, the
+local engine is asked whether KV arrives at all. Nothing is asked for requests that get their first byte quickly.
 """
 
 import asyncio
@@ -13,14 +13,20 @@ from dataclasses import dataclass
 from sidecar.background import Background
 from sidecar.connectors.connector import Handoff
 from sidecar.prefill.endpoints import Endpoint
+from sidecar.prefill.stall import Fetching, Stall
 
 _log = logging.getLogger("sidecar")
 
 FIRST_PROBE_AFTER_S = 0.5
 PROBE_EVERY_S = 1.0
 
+STALLED_AFTER = 3
+"""Times the timeout: so long a transfer may take if the peer answers and nothing else arrives meanwhile either."""
+
 Alive = Callable[[Endpoint, Handoff | None, float], Awaitable[str]]
 """Asks a peer within a time limit; "" if it answers, else what is wrong."""
+Fetches = Callable[[float], Awaitable[Fetching | None]]
+"""Asks the local engine within a time limit what KV is on its way; None if it does not tell."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,11 +38,17 @@ class _Waiter:
 
 
 class Watch:
-    """`timeout_s` is how long a peer may be silent before its waiters are told."""
+    """`timeout_s` is how long a peer may be silent before its waiters are told. `fetches` asks the one engine whose
+    requests these are."""
 
-    def __init__(self, background: Background, alive: Alive, timeout_s: float, now: Callable[[], float]) -> None:
+    def __init__(
+        self, background: Background, alive: Alive, fetches: Fetches, timeout_s: float, now: Callable[[], float]
+    ) -> None:
         self._background = background
         self._alive = alive
+        self._fetches = fetches
+        self._stall = Stall()
+        self._looked_at = float("-inf")
         self._timeout_s = timeout_s
         self._now = now
         self._waiting: dict[Endpoint, dict[_Waiter, None]] = {}
@@ -86,14 +98,44 @@ class Watch:
                 now = self._now()
                 if not problem:
                     last_seen = now
+                    stalled_s = await self._stalled_s(waiters, every_s)
+                    if stalled_s >= (STALLED_AFTER - 1) * self._timeout_s:
+                        limit_s = STALLED_AFTER * self._timeout_s
+                        problem = f"it answers, but no KV has come for {limit_s:g} s; are the NIXL data ports open?"
+                        self._tell_all(endpoint, problem, limit_s, 0.0, handed_off=True)
                 else:
-                    for waiter in list(waiters):
-                        if waiter in waiters and now - max(last_seen, waiter.since) >= self._timeout_s:
-                            del waiters[waiter]
-                            self._tell(waiter, f"{endpoint.label}: {problem}")
+                    self._tell_all(endpoint, problem, self._timeout_s, last_seen)
                 await asyncio.sleep(every_s)
         finally:
             self._end(endpoint)
+
+    async def _stalled_s(self, waiters: dict[_Waiter, None], every_s: float) -> float:
+        """How long nothing has arrived; the engine is asked where somebody waits for long, once for all peers."""
+        now = self._now()
+        if not any(one.handoff is not None and now - one.since >= self._timeout_s for one in waiters):
+            return 0.0
+        if now - self._looked_at >= every_s / 2:
+            self._looked_at = now
+            try:
+                fetching = await self._fetches(every_s)
+            except Exception:
+                _log.exception("asking the decode engine what KV is on its way")
+                fetching = None
+            self._stall.seen(fetching, self._now())
+        return self._stall.seconds(self._now())
+
+    def _tell_all(
+        self, endpoint: Endpoint, problem: str, limit_s: float, last_seen: float, *, handed_off: bool = False
+    ) -> None:
+        """Those that have waited for so long; `handed_off`: for KV."""
+        waiters = self._waiting[endpoint]
+        now = self._now()
+        for waiter in list(waiters):
+            if handed_off and waiter.handoff is None:
+                continue
+            if waiter in waiters and now - max(last_seen, waiter.since) >= limit_s:
+                del waiters[waiter]
+                self._tell(waiter, f"{endpoint.label}: {problem}")
 
     @staticmethod
     def _tell(waiter: _Waiter, problem: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -345,3 +346,18 @@ def test_json_that_we_cannot_read_is_not_relayed_unread(rig: Rig, path: str, bod
     assert answer.reason_code == "reading_bad_json"
     assert not rig.decoded()
     assert not rig.prefilled()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_kv_that_never_comes_from_a_peer_that_answers(rigged: Callable[..., Rig], streamed: bool) -> None:
+    """Data ports that are closed, say: HTTP and side channel answer every probe, and the engine waits for ever."""
+    rig = rigged(*quick(), decode={"pull_seconds_per_1k_tokens": 10.0})
+    body = completion(stream=streamed)
+    began = time.monotonic()
+    answer = rig.post(COMPLETIONS, body)
+    seconds = time.monotonic() - began
+    assert answer.decision == "recompute; reason=pull_peer_silent"
+    assert answer.text == rig.expected(COMPLETIONS, body)
+    assert 1.5 <= seconds < 3, "three times --pull-timeout"
+    assert "no KV has come for 1.5 s; are the NIXL data ports open?" in rig.sidecar.log
+    eventually(lambda: rig.decoded()[0].client_gone)

@@ -7,7 +7,8 @@ from sidecar.background import Background
 from sidecar.connectors.connector import Handoff
 from sidecar.prefill.address import Address
 from sidecar.prefill.endpoints import Endpoint
-from sidecar.prefill.watch import Watch
+from sidecar.prefill.stall import Fetching
+from sidecar.prefill.watch import STALLED_AFTER, Watch
 from tests.unit import clock
 
 TIMEOUT_S = 10.0
@@ -24,7 +25,9 @@ class World:
         self.handoffs: list[Handoff | None] = []
         self.told: list[str] = []
         self.background = Background()
-        self.watch = Watch(self.background, self.alive, TIMEOUT_S, asyncio.get_running_loop().time)
+        self.fetching: Fetching | None = None
+        self.looks = 0
+        self.watch = Watch(self.background, self.alive, self.fetches, TIMEOUT_S, asyncio.get_running_loop().time)
 
     async def alive(self, endpoint: Endpoint, handoff: Handoff | None, timeout_s: float) -> str:
         assert timeout_s <= TIMEOUT_S
@@ -33,6 +36,13 @@ class World:
         if self.error is not None:
             raise self.error
         return self.problem
+
+    async def fetches(self, timeout_s: float) -> Fetching | None:
+        assert timeout_s <= TIMEOUT_S
+        self.looks += 1
+        if self.error is not None:
+            raise self.error
+        return self.fetching
 
     def wait_for(self, endpoint: Endpoint, handoff: Handoff | None = HANDOFF) -> Callable[[], None]:
         return self.watch.watch(endpoint, handoff, self.told.append)
@@ -218,5 +228,92 @@ def test_a_prefill_under_way_has_no_handoff_yet() -> None:
         assert set(world.handoffs) == {HANDOFF}
         assert world.told == ["a:1: no answer"] * 2
         stop()
+
+    run(main)
+
+
+# -- the peer answers, and its KV does not come --------------------------------------------------------------
+
+
+def test_kv_that_never_comes() -> None:
+    async def main(world: World) -> None:
+        world.problem, world.fetching = "", Fetching(1, 100)
+        world.wait_for(peer())
+        await asyncio.sleep(TIMEOUT_S * STALLED_AFTER - 1)
+        assert world.told == [], "too early"
+        await asyncio.sleep(4)
+        assert world.told == ["a:1: it answers, but no KV has come for 30 s; are the NIXL data ports open?"]
+
+    run(main)
+
+
+def test_kv_of_others_that_comes() -> None:
+    """The transfer works; a whole answer that is generated for minutes has its first byte at the end."""
+
+    async def main(world: World) -> None:
+        world.problem = ""
+        stop = world.wait_for(peer())
+        for arrived in range(20):
+            world.fetching = Fetching(1, arrived)
+            await asyncio.sleep(TIMEOUT_S)
+        assert world.told == []
+        stop()
+
+    run(main)
+
+
+def test_nothing_on_its_way() -> None:
+    """Its KV has come long ago, it is being generated."""
+
+    async def main(world: World) -> None:
+        world.problem, world.fetching = "", Fetching(0, 100)
+        stop = world.wait_for(peer())
+        await asyncio.sleep(TIMEOUT_S * 20)
+        assert world.told == []
+        stop()
+
+    run(main)
+
+
+def test_an_engine_that_does_not_tell_or_cannot_be_asked() -> None:
+    async def main(world: World) -> None:
+        world.problem = ""
+        stop = world.wait_for(peer())
+        await asyncio.sleep(TIMEOUT_S * 10)
+        assert world.looks > 10
+        assert world.told == []
+        stop()
+
+    run(main)
+
+
+def test_only_those_that_waited_so_long_and_for_kv() -> None:
+    async def main(world: World) -> None:
+        world.problem, world.fetching = "", Fetching(2, 100)
+        a = peer()
+        world.wait_for(a)
+        prefilling = world.watch.watch(a, None, lambda _problem: world.told.append("prefilling"))
+        await asyncio.sleep(TIMEOUT_S)
+        late = world.watch.watch(a, HANDOFF, lambda _problem: world.told.append("late"))
+        await asyncio.sleep(TIMEOUT_S * 2 + 3)
+        assert len(world.told) == 1
+        await asyncio.sleep(TIMEOUT_S + 3)
+        assert world.told[1:] == ["late"]
+        prefilling()
+        late()
+
+    run(main)
+
+
+def test_the_engine_is_asked_once_for_all_and_only_where_somebody_waits_for_long() -> None:
+    async def main(world: World) -> None:
+        world.problem = ""
+        stops = [world.wait_for(peer(name)) for name in "abcdefgh"]
+        await asyncio.sleep(TIMEOUT_S - 1)
+        assert world.looks == 0
+        await asyncio.sleep(TIMEOUT_S)
+        assert 0 < world.looks <= TIMEOUT_S + 2
+        for stop in stops:
+            stop()
 
     run(main)
