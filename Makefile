@@ -4,7 +4,7 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python
 VENV   := .venv
 PY     := $(VENV)/bin/python
 
-.PHONY: demo test test-fast chart-test image lint format bench latency soak lock docs clean
+.PHONY: demo test test-fast chart-test image lint format bench latency soak faults lock docs clean
 
 demo: $(VENV)/.ready
 	@$(PY) -m e2e.demo
@@ -35,6 +35,9 @@ latency: $(VENV)/.ready
 
 soak: $(VENV)/.ready
 	@$(PY) -m e2e.soak $(ARGS)
+
+faults: $(VENV)/.ready
+	@$(PY) -m e2e.faults $(ARGS)
 
 docs: $(VENV)/.ready
 	@$(PY) -m docs.generate

@@ -112,7 +112,8 @@ def ask(
 ) -> Answer:
     """One request on a connection of its own, and its whole answer."""
     tls = None if isinstance(where, int) else where.tls
-    with Client((HOST, where if isinstance(where, int) else where.port), timeout_s=timeout_s, tls=tls) as client:
+    host = where.host if isinstance(where, Engine) else HOST
+    with Client((host, where if isinstance(where, int) else where.port), timeout_s=timeout_s, tls=tls) as client:
         client.request("POST", api.path, body, [(name.replace("_", "-"), value) for name, value in headers.items()])
         return client.answer("POST")
 
@@ -333,7 +334,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         if passed.method == "POST":
             self.owner.asked(passed)
-        upstream = http.client.HTTPConnection(HOST, self.owner.engine.port, timeout=ANSWER_TIMEOUT_S)
+        engine = self.owner.engine
+        upstream = http.client.HTTPConnection(engine.host, engine.port, timeout=ANSWER_TIMEOUT_S)
         try:
             headers = {name: value for name, value in passed.headers.items() if name.lower() != "content-length"}
             upstream.request(passed.method, passed.path, passed.body or None, headers)

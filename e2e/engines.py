@@ -215,6 +215,15 @@ class Metrics:
 PROMPT_TOKEN_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the engines of a role stand, if not on loopback: their address, and the file of the network namespace
+    that has it (/proc/PID/ns/net)."""
+
+    host: str
+    netns: str
+
+
 @dataclass(eq=False)
 class Engine:
     """One vLLM server with all its processes. Made by `Rig`; `restart` keeps its ports."""
@@ -229,6 +238,7 @@ class Engine:
     cores: list[int] = field(default_factory=list)  # empty: any
     prog_thread: bool = False
     tls: ssl.SSLContext | None = None  # how it is spoken to, if it was started with a certificate
+    place: Place | None = None  # None: loopback, in the namespace of the rig
     session: int = 0  # the process id of its server, 0 before the first start
     start_seconds: float = 0.0
     _zygote: Zygote | None = None
@@ -236,11 +246,11 @@ class Engine:
 
     @property
     def host(self) -> str:
-        return HOST
+        return self.place.host if self.place else HOST
 
     @property
     def address(self) -> str:
-        return f"{HOST}:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
@@ -263,6 +273,7 @@ class Engine:
                 "log": str(self.log_path),
                 "cores": self.cores,
                 "prog_thread": self.prog_thread,
+                "netns": self.place.netns if self.place else "",
             }
         )
 
@@ -334,9 +345,9 @@ class Engine:
     ) -> Response:
         """One HTTP request straight to the engine; a body that is not bytes goes as JSON. Raises OSError."""
         connection = (
-            http.client.HTTPConnection(HOST, self.port, timeout=timeout_seconds)
+            http.client.HTTPConnection(self.host, self.port, timeout=timeout_seconds)
             if self.tls is None
-            else http.client.HTTPSConnection(HOST, self.port, timeout=timeout_seconds, context=self.tls)
+            else http.client.HTTPSConnection(self.host, self.port, timeout=timeout_seconds, context=self.tls)
         )
         try:
             sent = dict(headers or {})
@@ -400,6 +411,7 @@ class Rig:
     extra_flags          for all; prefill_flags and decode_flags for one role; later ones override earlier
     extra_env            environment of all engines
     tls                  how to speak to engines whose flags name a certificate
+    prefill_place        the network namespace of the prefill engines, if it is not that of the rig
     """
 
     def __init__(
@@ -421,6 +433,7 @@ class Rig:
         decode_flags: Sequence[str] = (),
         extra_env: Mapping[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
+        prefill_place: Place | None = None,
     ) -> None:
         self.model = os.environ.get("PD_E2E_MODEL") or model
         self.model_name = Path(self.model).name  # what requests say in "model"
@@ -433,6 +446,7 @@ class Rig:
         self._flags = {"prefill": [*extra_flags, *prefill_flags], "decode": [*extra_flags, *decode_flags]}
         self._env = dict(extra_env or {})
         self._tls = tls
+        self._places: dict[Role, Place | None] = {"prefill": prefill_place, "decode": None}
         self._counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
         self._pin = pin
         self._prog_thread = prog_thread
@@ -498,10 +512,12 @@ class Rig:
         # A server with data parallelism has one side channel for each rank, on consecutive ports.
         side_channel_port = free_ports(_data_parallel_size(flags))
         port = free_ports()
+        place = self._places[role]
+        host = place.host if place else HOST
         temporary = self.folder / f"{role[0]}{index}"  # short: socket paths end at 107 bytes
         env = {
             **QUIET_ENV,
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
             "TMPDIR": str(temporary),
             "VLLM_RPC_BASE_PATH": str(temporary),
@@ -523,15 +539,16 @@ class Rig:
             port=port,
             side_channel_port=side_channel_port,
             log_path=self.folder / f"{name}.log",
-            args=[*self._args(role, port, path, plain=plain), *flags],
+            args=[*self._args(role, host, port, path, plain=plain), *flags],
             env=env,
             cores=self._cores(role, index) if self._pin and not plain else [],
             prog_thread=prog_thread,
             tls=self._tls,
+            place=place,
         )
 
-    def _args(self, role: Role, port: int, path: str, *, plain: bool) -> list[str]:
-        args = ["--model", path, "--served-model-name", self.model_name, "--host", HOST, "--port", str(port)]
+    def _args(self, role: Role, host: str, port: int, path: str, *, plain: bool) -> list[str]:
+        args = ["--model", path, "--served-model-name", self.model_name, "--host", host, "--port", str(port)]
         args += ["--block-size", str(self.block_size), "--max-model-len", str(models.MAX_MODEL_LEN)]
         args += ["--enforce-eager", *models.FLAGS.get(self.model, [])]
         # Usage with cached tokens, and /render, /inference/v1/generate, /inference/v1/abort_requests.

@@ -36,6 +36,8 @@ from typing import Any
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # prctl(2); the numbers are Linux's.
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+CLONE_NEWNS = 0x00020000  # unshare(2)
+MS_REC, MS_SLAVE = 0x4000, 0x80000  # mount(2)
 REAP_INTERVAL_SECONDS = 0.05
 SHARED_MEMORY = Path("/dev/shm")
 PROG_THREAD = "PD_RIG_PROG_THREAD"
@@ -99,6 +101,25 @@ def preload() -> None:
         importlib.import_module(module)
 
 
+def enter(netns: str) -> None:
+    """Moves this process into a network namespace, with a view of its devices: UCX looks for them in /sys."""
+    descriptor = os.open(netns, os.O_RDONLY)
+    if _libc.setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), f"setns {netns}")
+    os.close(descriptor)
+    show_devices()
+
+
+def show_devices() -> None:
+    """A /sys of this process's own that shows the devices of its network namespace."""
+    if (
+        _libc.unshare(CLONE_NEWNS)
+        or _libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None)
+        or _libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)
+    ):
+        raise OSError(ctypes.get_errno(), "mount /sys")
+
+
 def become_engine(order: dict[str, Any], parent: int, born: int, plain: bool) -> None:
     """In the fork: sets it apart (closing `born` then), and runs the engine until that ends."""
     die_with_parent()
@@ -115,6 +136,8 @@ def become_engine(order: dict[str, Any], parent: int, born: int, plain: bool) ->
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(order["env"])
+    if order["netns"]:
+        enter(order["netns"])
     tempfile.tempdir = None  # forget what was read from the environment before
     if order["cores"]:
         _set_affinity(0, order["cores"])
