@@ -25,6 +25,7 @@ from typing import Any
 import uvloop
 
 from e2e import machine
+from e2e.faults import wire
 from e2e.plots import curves
 from e2e.rounds import table
 from tests.engine import Engine
@@ -220,26 +221,32 @@ def verdicts(soaked: Soaked) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-_INTRODUCTION = """# Soak
+_INTRODUCTION = """# Soak{title}
 
-Written by `python -m e2e.soak --minutes {minutes:g} --seed {seed} --write`; do not edit. Taken {started}, revision
-{revision}.
+Written by `python -m e2e.soak {real}--minutes {minutes:g} --seed {seed} --write`; do not edit. Taken {started},
+revision {revision}.
 
 {machine}
 
-{minutes:,.0f} minutes of a storm at full rate on simulated engines: {answers:,} answers, every sort of fault on
-both sides, engines frozen, killed and started again meanwhile.
+{minutes:,.0f} minutes of {what}: {answers:,} answers.
 """
+_SIMULATED = """a storm at full rate on simulated engines, with every sort of fault on both sides, engines frozen,
+killed and started again meanwhile"""
+_REAL = """faults on real engines, those of [faults.md](faults.md) one after the other as the seed draws them, under
+a load that never pauses"""
 _GOOD = """Every answer was one that the failure table allows, whole ones had the right text, and what was open is
 closed.
 """
 
 
-def markdown(soaked: Soaked, described: dict[str, Any], started: str) -> str:
+def markdown(soaked: Soaked, described: dict[str, Any], started: str, *, real: bool = False) -> str:
     """The report."""
     found = problems(soaked)
     lines = [
         _INTRODUCTION.format(
+            title=" on real engines" if real else "",
+            real="--real " if real else "",
+            what=_REAL if real else _SIMULATED,
             minutes=soaked.seconds / 60,
             seed=soaked.seed,
             started=started,
@@ -257,7 +264,7 @@ def markdown(soaked: Soaked, described: dict[str, Any], started: str) -> str:
         rows = [[name, str(getattr(soaked.before, name)), str(getattr(soaked.after, name))] for name in names]
         lines += table(["at rest", "before", "after"], rows)
     lines += ["**Not as it should be:**", "", *(f"- {one}" for one in found), ""] if found else [_GOOD]
-    lines += ["![](soak.svg)", "", "What became of the requests:", ""]
+    lines += [f"![](soak{'-real' if real else ''}.svg)", "", "What became of the requests:", ""]
     return "\n".join([*lines, *table(["answer", "times"], [[k, f"{v:,}"] for k, v in soaked.seen.most_common()])])
 
 
@@ -278,8 +285,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--warm-minutes", type=float, help="of the storm before it (default: a tenth)")
     parser.add_argument("--interval", type=float, default=5.0, help="seconds between two looks")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help="write docs/soak.md, .json and .svg")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--real", action="store_true", help="the scenarios of `make faults` on real engines")
+    parser.add_argument("--write", action="store_true", help="write docs/soak.md (soak-real.md), .json and .svg")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(words)
+    if options.real and not wire.missing():
+        code = wire.enter_namespace([sys.executable, "-m", "e2e.soak", *words])
+        if code is not None:
+            return code
     warm = options.minutes / 10 if options.warm_minutes is None else options.warm_minutes
     described = machine.describe({}, sys.executable)
     started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -287,15 +300,22 @@ def main(arguments: list[str] | None = None) -> int:
     def say(text: str) -> None:
         print(f"soak: {text}", file=sys.stderr, flush=True)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        soaked = runner.run(soak(options.minutes * 60, warm * 60, options.interval, options.seed, say))
-    text = markdown(soaked, described, started)
+    lengths = (options.minutes * 60, warm * 60, options.interval, options.seed, say)
+    if options.real:
+        from e2e.faults import days  # real engines' parts are not needed otherwise
+
+        soaked = days.soak(*lengths)
+    else:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            soaked = runner.run(soak(*lengths))
+    text = markdown(soaked, described, started, real=options.real)
     print(text)
     if options.write:
-        DOCUMENT.write_text(text)
-        DOCUMENT.with_suffix(".json").write_text(json.dumps({"machine": described, **asdict(soaked)}) + "\n")
+        document = DOCUMENT.with_name("soak-real.md") if options.real else DOCUMENT
+        document.write_text(text)
+        document.with_suffix(".json").write_text(json.dumps({"machine": described, **asdict(soaked)}) + "\n")
         if svg := plot(soaked):
-            DOCUMENT.with_suffix(".svg").write_text(svg)
+            document.with_suffix(".svg").write_text(svg)
     flat = all(row[-1] == "flat" for row in verdicts(soaked))
     return int(not flat or bool(problems(soaked)))
 

@@ -154,7 +154,7 @@ class Play:
         self.prefill, self.decode = self.pair.prefill, self.pair.decode
         self.asked: list[Asked] = []
         self._wire = wire
-        self._broken: list[str] = []
+        self.broken: list[str] = []
         self._rest: dict[Sidecar, tuple[int, int]] = {}
         tokens, generate = self.draw.randrange(150, 600), self.draw.randrange(6, 16)
         self.questions = Questions(self.decode, tokens=tokens, generate=generate)
@@ -229,7 +229,7 @@ class Play:
             outcome = self._outcome(sidecar, question)
         except Exception as error:
             outcome = f"{type(error).__name__}"
-            self._broken.append(f"{question.api}: {type(error).__name__}: {str(error)[:400]}")
+            self.broken.append(f"{question.api}: {type(error).__name__}: {str(error)[:400]}")
         self.asked.append(Asked(outcome, time.monotonic() - began))
         return outcome
 
@@ -271,8 +271,8 @@ class Play:
             self._back_at_rest(one)
         for one in self.sidecars:
             one.stop()
-        if self._broken:
-            raise Broken("\n".join(dict.fromkeys(self._broken)))
+        if self.broken:
+            raise Broken("\n".join(dict.fromkeys(self.broken)))
         late = max(self.asked, key=lambda one: one.seconds)
         if late.seconds > self.scenario.within_s:
             raise Broken(f"an answer ({late.outcome}) took {late.seconds:.1f} s")
@@ -329,7 +329,7 @@ def perform(scenario: Scenario, rig: Rig, wire: Wire | None, seed: int) -> Verdi
             told = "" if isinstance(error, Broken) else f"{type(error).__name__}: "
             verdict.wrong = told + str(error)
             if play is not None and hasattr(play, "sidecar"):
-                verdict.wrong += "\n".join(["", *play._broken[:3], play.sidecar.log[-3000:]])
+                verdict.wrong += "\n".join(["", *play.broken[:3], play.sidecar.log[-3000:]])
         if play is not None:
             play.tally(verdict)
         if wire is not None:

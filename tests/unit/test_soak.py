@@ -52,6 +52,10 @@ def test_the_report_says_so() -> None:
     good = soak.markdown(soaked(), MACHINE, "today")
     assert "Every answer was one that the failure table allows" in good
     assert "| RSS, MiB | 40.0 → 40.0 | +0.00 ± 0.00 (limit 1) | flat |" in good
+    assert "![](soak.svg)" in good
+    real = soak.markdown(soaked(), MACHINE, "today", real=True)
+    assert "`python -m e2e.soak --real --minutes 60 --seed 1 --write`" in real
+    assert "![](soak-real.svg)" in real
     bad = soak.markdown(soaked(2, tasks=13), MACHINE, "today")
     assert "**RISES**" in bad
     assert "- tasks: 12 before, 13 after" in bad
