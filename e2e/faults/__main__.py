@@ -68,8 +68,8 @@ not. Every scenario ran with the seeds {seeds}, which choose moments, sizes and 
 What must hold after each of them: every answer has the text of a plain run, or a status and reason with a row in
 [failures.md](failures.md), which only the second sidecar may send unless the decode engine itself was killed; none
 comes later than the bound; prompts are prefilled remotely again within the next bound; then gauges of legs in
-flight read 0, neither engine holds a KV block, descriptors and tasks are as many as before, SIGTERM ends with 0,
-and the log has no traceback.
+flight read 0, neither engine holds a KV block, descriptors and tasks are as many as before (but for a connection or
+two of probes), SIGTERM ends with 0, and the log has no traceback.
 """
 
 
