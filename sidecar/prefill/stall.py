@@ -6,8 +6,8 @@ The prefill peer answers every probe meanwhile, and vLLM 0.32 waits for such a t
 import re
 from dataclasses import dataclass
 
-UNSEEN_S = 5.0
-"""After so long without a look nothing is known of the time between."""
+UNSEEN_S = 10.0
+"""After so long without a look nothing is known of the time between. (A busy engine may miss a look or two.)"""
 
 _IN_PROGRESS = re.compile(
     r'^vllm:num_requests_kv_fetch_by_stage\{[^}\n]*\bstage="in_progress"[^}\n]*\} (\S+)', re.MULTILINE
@@ -48,16 +48,18 @@ class Stall:
         self._seen_at = float("-inf")
 
     def seen(self, fetching: Fetching | None, now: float) -> None:
-        """A look at the engine; None: it did not tell."""
+        """A look at the engine; None: it did not tell, which says nothing."""
+        if fetching is None:
+            return
         known = now - self._seen_at <= UNSEEN_S
-        self._seen_at = now
-        if fetching is None or not fetching.in_progress:
+        if not fetching.in_progress:
             self._since = None
         elif self._since is None or not known or fetching.arrived != self._arrived:
             self._since = now
-        if fetching is not None:
-            self._arrived = fetching.arrived
+        self._arrived = fetching.arrived
+        self._seen_at = now
 
-    def seconds(self, now: float) -> float:
-        """Since when nothing has arrived though something should."""
-        return 0.0 if self._since is None else now - self._since
+    @property
+    def seconds(self) -> float:
+        """For how long nothing had arrived though something should have, at the last look."""
+        return 0.0 if self._since is None else self._seen_at - self._since

@@ -19,6 +19,8 @@ _log = logging.getLogger("sidecar")
 
 FIRST_PROBE_AFTER_S = 0.5
 PROBE_EVERY_S = 1.0
+FETCHES_WITHIN_S = 2.0
+"""For /metrics of a decode engine that may be busy; nobody waits for it but this watch."""
 
 STALLED_AFTER = 3
 """Times the timeout: so long a transfer may take if the peer answers and nothing else arrives meanwhile either."""
@@ -117,12 +119,12 @@ class Watch:
         if now - self._looked_at >= every_s / 2:
             self._looked_at = now
             try:
-                fetching = await self._fetches(every_s)
+                fetching = await self._fetches(min(FETCHES_WITHIN_S, self._timeout_s / 2))
             except Exception:
                 _log.exception("asking the decode engine what KV is on its way")
                 fetching = None
             self._stall.seen(fetching, self._now())
-        return self._stall.seconds(self._now())
+        return self._stall.seconds
 
     def _tell_all(
         self, endpoint: Endpoint, problem: str, limit_s: float, last_seen: float, *, handed_off: bool = False

@@ -358,6 +358,6 @@ def test_kv_that_never_comes_from_a_peer_that_answers(rigged: Callable[..., Rig]
     seconds = time.monotonic() - began
     assert answer.decision == "recompute; reason=pull_peer_silent"
     assert answer.text == rig.expected(COMPLETIONS, body)
-    assert 1.5 <= seconds < 3, "three times --pull-timeout"
+    assert 1.5 <= seconds < 8, "three times --pull-timeout, on a machine that may be busy"
     assert "no KV has come for 1.5 s; are the NIXL data ports open?" in rig.sidecar.log
     eventually(lambda: rig.decoded()[0].client_gone)

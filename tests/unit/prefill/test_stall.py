@@ -25,34 +25,38 @@ def test_nothing_under_way_is_no_stall() -> None:
     stall = Stall()
     for now in range(60):
         stall.seen(Fetching(0, 5), now)
-        assert stall.seconds(now) == 0
+        assert stall.seconds == 0
 
 
 def test_under_way_and_nothing_arrives() -> None:
     stall = Stall()
     for now in range(60):
         stall.seen(Fetching(1, 5), now)
-        assert stall.seconds(now) == now
+        assert stall.seconds == now
 
 
 def test_what_arrives_begins_anew() -> None:
     stall = Stall()
     for now in range(60):
         stall.seen(Fetching(1, now // 10), now)
-        assert stall.seconds(now) == now % 10
+        assert stall.seconds == now % 10
 
 
-def test_an_engine_that_does_not_tell_is_not_blamed() -> None:
+def test_a_look_that_failed_says_nothing() -> None:
     stall = Stall()
-    stall.seen(Fetching(1, 5), 0)
-    stall.seen(None, 1)
-    assert stall.seconds(1) == 0
-    stall.seen(Fetching(1, 5), 2)
-    assert stall.seconds(3) == 1
+    stall.seen(None, 0)
+    assert stall.seconds == 0
+    stall.seen(Fetching(1, 5), 1)
+    stall.seen(None, 3)
+    assert stall.seconds == 0, "nothing is known beyond the last look"
+    stall.seen(Fetching(1, 5), 5)
+    assert stall.seconds == 4
+    stall.seen(Fetching(1, 6), 6)
+    assert stall.seconds == 0
 
 
-def test_what_was_not_looked_at_does_not_count() -> None:
+def test_what_was_not_looked_at_for_long_does_not_count() -> None:
     stall = Stall()
     stall.seen(Fetching(1, 5), 0)
     stall.seen(Fetching(1, 5), UNSEEN_S + 1)
-    assert stall.seconds(UNSEEN_S + 1) == 0
+    assert stall.seconds == 0

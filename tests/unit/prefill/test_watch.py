@@ -287,6 +287,18 @@ def test_an_engine_that_does_not_tell_or_cannot_be_asked() -> None:
     run(main)
 
 
+def test_an_engine_that_is_too_busy_to_tell_now_and_then() -> None:
+    async def main(world: World) -> None:
+        world.problem = ""
+        world.wait_for(peer())
+        for second in range(35):
+            world.fetching = Fetching(1, 100) if second % 3 == 0 else None
+            await asyncio.sleep(1)
+        assert len(world.told) == 1
+
+    run(main)
+
+
 def test_only_those_that_waited_so_long_and_for_kv() -> None:
     async def main(world: World) -> None:
         world.problem, world.fetching = "", Fetching(2, 100)
