@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from docs import dashboard, values_schema
+from docs import dashboard, states, values_schema
 from sidecar import config
 from sidecar.admin.metrics import Counter, Gauge, Histogram
 from sidecar.admin.observer import Observer
@@ -32,20 +32,23 @@ def metrics_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_tables(readme: str) -> str:
-    """The README with its generated parts renewed."""
-    for name, table in (("flags", config.markdown()), ("metrics", metrics_table())):
+def with_parts(document: Path, **parts: str) -> str:
+    """A document with its generated parts renewed, each between marks of its name."""
+    text = document.read_text(encoding="utf-8")
+    for name, part in parts.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        readme = pattern.sub(lambda found, table=table: found.group(1) + table + found.group(2), readme)
-    return readme
+        text, count = pattern.subn(lambda found, part=part: found.group(1) + part + found.group(2), text)
+        assert count == 1, f"{document.name}: no place for {name}"
+    return text
 
 
 def outputs() -> dict[Path, str]:
     """Every generated file and what it should hold."""
-    readme = ROOT / "README.md"
+    readme, architecture = ROOT / "README.md", ROOT / "docs" / "architecture.md"
     return {
         ROOT / "docs" / "failures.md": failures.markdown(),
-        readme: with_tables(readme.read_text(encoding="utf-8")),
+        readme: with_parts(readme, flags=config.markdown(), metrics=metrics_table()),
+        architecture: with_parts(architecture, states=states.diagram()),
         CHART / "files" / "dashboard.json": json.dumps(dashboard.dashboard(), indent=1) + "\n",
         CHART / "values.schema.json": json.dumps(values_schema.schema(), indent=2) + "\n",
     }
