@@ -69,8 +69,11 @@ def _read(
         return Rejection("missing", "no kv_transfer_params in the prefill answer")
     try:
         params = decode(raw)
+        bytes(raw).decode()  # what msgspec passes over it does not look at: decode would say 400 to a good client
     except (msgspec.MsgspecError, RecursionError) as error:
         return Rejection("invalid", f"kv_transfer_params: {_without_values(error)}")
+    except UnicodeDecodeError:
+        return Rejection("invalid", "kv_transfer_params: not UTF-8")
     if not params.do_remote_prefill or params.do_remote_decode:
         return Rejection("invalid", "kv_transfer_params: not a handoff for a decode engine")
     if params.transfer_mode not in (None, mode):

@@ -509,3 +509,13 @@ def test_nothing_crosses_with_a_store(name: str) -> None:
     assert handoff.prompt_tokens == 40
     for body in (b"{}", b'{"usage":{}}', b'{"usage":null}'):
         assert isinstance(store.read(decode_answer(body), SOURCE), Rejection)
+
+
+def test_bytes_that_are_no_text_are_refused_wherever_they_stand() -> None:
+    """The engine's parser reads all of the body: a client whose request is good would get its 400."""
+    whole = answer(params(future=["?"]))
+    for bad in (b"\xff", b"\xc1", b"\xed\xa0\x80"):
+        result = read(whole.replace(b"?", bad))
+        assert isinstance(result, Rejection)
+        assert (result.fault, result.detail) == ("invalid", "kv_transfer_params: not UTF-8")
+    assert isinstance(read(whole.replace(b"?", "é".encode())), Handoff)
