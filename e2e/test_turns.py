@@ -1,4 +1,4 @@
-"""Turns of conversations before two prefill engines: a prompt begins with what the turn before left in one cache."""
+"""Turns of conversations before two prefill engines: prompts begin with what the turn before left in one cache."""
 
 from __future__ import annotations
 
