@@ -165,13 +165,18 @@ class Sidecar:
     an engine's is, its first handoff tells."""
 
     def __init__(
-        self, *flags: str, environment: dict[str, str] | None = None, ready: str | None = "/readyz", ranks: int = 1
+        self,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        ready: str | None = "/readyz",
+        ranks: int = 1,
+        ports: tuple[int, int] | None = None,
     ) -> None:
-        """`ready`: the probe that must say 200 before the constructor returns; None: do not wait."""
+        """`ready`: the probe that must say 200 before the constructor returns; None: do not wait. `ports`: for
+        clients and of the admin port."""
         self.tls: ssl.SSLContext | None = None
         """How `connect` speaks TLS."""
-        self.port = free_ports(ranks)
-        self.admin_port = free_ports()
+        self.port, self.admin_port = ports or (free_ports(ranks), free_ports())
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 lives as long as the process
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PD_SIDECAR_")}
         self.process = subprocess.Popen(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import threading
 import time
 import uuid
@@ -268,6 +269,8 @@ class FakeApi:
         self.watches.add(watch)
         try:
             await self._stream(watch, response, resource, since)
+        except ConnectionResetError:
+            pass  # nobody watches any more
         finally:
             self.watches.discard(watch)
         return response
@@ -378,6 +381,15 @@ class ThreadedApi(FakeApi):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def listen(self, on: socket.socket) -> None:
+        """Answers there too: on the loopback of another network namespace, for example."""
+
+        async def listening() -> None:
+            assert self._runner is not None
+            await web.SockSite(self._runner, on).start()
+
+        asyncio.run_coroutine_threadsafe(listening(), self._loop).result(10)
 
     def do(self, change: Callable[[], object]) -> None:
         async def done() -> None:

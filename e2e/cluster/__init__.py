@@ -1,0 +1,1 @@
+"""Pods in network namespaces behind a real Envoy: simulated engines, real sidecars."""
