@@ -17,6 +17,7 @@ LIST: Schema = {"type": "array"}
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
+AMOUNT: Schema = {"type": ["integer", "string"]}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 SECONDS: Schema = {"type": "integer", "minimum": 0, "maximum": 86400}
 RANKS: Schema = {"type": "integer", "minimum": 1, "maximum": 256}
@@ -77,9 +78,24 @@ def _role(**own: Schema) -> Schema:
             "whenUnsatisfiable": {"enum": ["ScheduleAnyway", "DoNotSchedule"]},
         }
     )
+    group = closed(
+        {
+            "size": {"type": "integer", "minimum": 2},
+            "subGroupSize": {**or_null(COUNT), "minimum": 1},
+            "exclusiveTopology": TEXT,
+            "subGroupExclusiveTopology": TEXT,
+            "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+            "rollingUpdate": closed(
+                {"maxUnavailable": AMOUNT, "maxSurge": AMOUNT, "partition": COUNT},
+                description="rollingUpdateConfiguration",
+            ),
+        }
+    )
     return opened(
         {
             "enabled": FLAG,
+            "kind": {"enum": ["Deployment", "LeaderWorkerSet"]},
+            "leaderWorkerSet": group,
             "replicas": {**or_null(COUNT), "description": "null leaves it to an autoscaler"},
             "kvRole": {"enum": ["", "kv_producer", "kv_consumer", "kv_both"]},
             "args": LIST,
@@ -97,7 +113,7 @@ def _role(**own: Schema) -> Schema:
             "initContainers": LIST,
             "extraContainers": LIST,
             "topologySpread": spread,
-            "pdb": closed({"enabled": FLAG, "maxUnavailable": {"type": ["integer", "string"]}}),
+            "pdb": closed({"enabled": FLAG, "maxUnavailable": AMOUNT}),
             "podSpec": OBJECT,
             **own,
         }

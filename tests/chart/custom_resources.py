@@ -1,6 +1,7 @@
 """Schemas of the custom resources that the chart renders: the fields it uses, and no others.
 
-They are monitoring.coreos.com/v1, as prometheus-operator documents it; Kubernetes' own schemas don't know them.
+They are monitoring.coreos.com/v1, as prometheus-operator documents it, and leaderworkerset.x-k8s.io/v1; Kubernetes'
+own schemas don't know them. What is a pod inside one is judged by Kubernetes' own (`PODS_IN`).
 """
 
 from typing import Any
@@ -17,14 +18,20 @@ def _object(required: list[str], **properties: Schema) -> Schema:
     return {"type": "object", "required": required, "additionalProperties": False, "properties": properties}
 
 
-def _resource(kind: str, spec: Schema) -> Schema:
+def _resource(kind: str, spec: Schema, version: str = "monitoring.coreos.com/v1") -> Schema:
+    annotations = {"type": "object", "additionalProperties": {"type": "string"}}
     return _object(
         ["apiVersion", "kind", "metadata", "spec"],
-        apiVersion={"const": "monitoring.coreos.com/v1"},
+        apiVersion={"const": version},
         kind={"const": kind},
-        metadata=_object(["name"], name=NAME, labels=LABELS),
+        metadata=_object(["name"], name=NAME, labels=LABELS, annotations=annotations),
         spec=spec,
     )
+
+
+AMOUNT: Schema = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"}
+PODS_IN = {"LeaderWorkerSet": ("leaderTemplate", "workerTemplate")}
+"""Pod templates inside `spec.leaderWorkerTemplate`."""
 
 
 SCHEMAS: dict[str, Schema] = {
@@ -67,5 +74,29 @@ SCHEMAS: dict[str, Schema] = {
                 ),
             },
         ),
+    ),
+    "LeaderWorkerSet": _resource(
+        "LeaderWorkerSet",
+        _object(
+            ["leaderWorkerTemplate"],
+            replicas={"type": "integer", "minimum": 0},
+            startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+            rolloutStrategy=_object(
+                ["type"],
+                type={"const": "RollingUpdate"},
+                rollingUpdateConfiguration=_object(
+                    [], maxUnavailable=AMOUNT, maxSurge=AMOUNT, partition={"type": "integer", "minimum": 0}
+                ),
+            ),
+            leaderWorkerTemplate=_object(
+                ["workerTemplate"],
+                size={"type": "integer", "minimum": 1},
+                restartPolicy={"enum": ["Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+                subGroupPolicy=_object([], subGroupSize={"type": "integer", "minimum": 1}),
+                leaderTemplate={"type": "object"},
+                workerTemplate={"type": "object"},
+            ),
+        ),
+        "leaderworkerset.x-k8s.io/v1",
     ),
 }

@@ -110,15 +110,51 @@ def is_one(document: Object, kind: str, ending: str) -> bool:
 
 
 def pod_spec(document: Object) -> Object:
-    """The pod inside a Pod or Deployment."""
-    spec: Object = document["spec"] if document["kind"] == "Pod" else document["spec"]["template"]["spec"]
+    """The pod inside a Pod, a Deployment, or the leader's of a LeaderWorkerSet."""
+    spec: Object = document["spec"] if document["kind"] == "Pod" else template_of(document)["spec"]
     return spec
+
+
+def template_of(document: Object) -> Object:
+    """Labels and spec of the pods that a Deployment makes, or of a LeaderWorkerSet's leaders."""
+    spec = document["spec"]
+    found: Object = spec["leaderWorkerTemplate"]["leaderTemplate"] if is_group(document) else spec["template"]
+    return found
+
+
+def worker_of(document: Object) -> Object:
+    """Of a LeaderWorkerSet."""
+    found: Object = document["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    return found
+
+
+def is_group(document: Object) -> bool:
+    return bool(document["kind"] == "LeaderWorkerSet")
+
+
+def workload(documents: list[Object], role: str) -> Object:
+    """The Deployment or LeaderWorkerSet of a role."""
+    return next(
+        each for each in documents for kind in ("Deployment", "LeaderWorkerSet") if is_one(each, kind, role)
+    )
+
+
+def selector_of(documents: list[Object], role: str) -> Object:
+    """What the pods of a role are selected by."""
+    found: Object = (
+        one(documents, "PodDisruptionBudget", role)["spec"]["selector"]["matchLabels"]
+        if is_group(made := workload(documents, role))
+        else made["spec"]["selector"]["matchLabels"]
+    )
+    return found
 
 
 def pods(documents: list[Object]) -> Iterator[tuple[str, Object]]:
     for document in documents:
-        if document["kind"] in ("Pod", "Deployment"):
+        if document["kind"] in ("Pod", "Deployment", "LeaderWorkerSet"):
             yield document["metadata"]["name"], pod_spec(document)
+        if is_group(document):
+            yield f"{document['metadata']['name']}-worker", worker_of(document)["spec"]
 
 
 def containers(spec: Object) -> list[Object]:

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.chart.render import Object, one, sidecars, validated, with_values
+from tests.chart.render import (
+    Object,
+    one,
+    sidecars,
+    template_of,
+    validated,
+    with_values,
+    workload,
+)
 from tests.engine import ThreadedEngine
 from tests.integration.sidecar import Sidecar, completion, eventually
 from tests.kube.api import ThreadedApi
@@ -33,7 +41,7 @@ def started(documents: list[Object], server: ThreadedApi, decode: ThreadedEngine
 
 
 def labels_of(documents: list[Object], role: str) -> dict[str, str]:
-    labels: dict[str, str] = one(documents, "Deployment", role)["spec"]["template"]["metadata"]["labels"]
+    labels: dict[str, str] = template_of(workload(documents, role))["metadata"]["labels"]
     return labels
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from sidecar import __version__, config
 from tests.certificates import Authority
-from tests.chart.custom_resources import SCHEMAS
+from tests.chart.custom_resources import PODS_IN, SCHEMAS
 from tests.chart.render import (
     CHART,
     HELMS,
@@ -36,7 +36,15 @@ VERSIONS = (OLDEST, LAST_WITHOUT_NATIVE, "1.29", KUBERNETES, NEWEST)
 
 
 def test_there_are_values_files() -> None:
-    assert {"minimal", "gpu-rdma", "data-parallel", "plain-container", "sidecar-only", "discovery"} <= set(VALUES)
+    assert {
+        "minimal",
+        "gpu-rdma",
+        "data-parallel",
+        "plain-container",
+        "sidecar-only",
+        "discovery",
+        "leader-worker-set",
+    } <= set(VALUES)
 
 
 @pytest.mark.parametrize("kube", VERSIONS)
@@ -49,6 +57,10 @@ def test_kubernetes_accepts(values: str, kube: str) -> None:
         if schema := SCHEMAS.get(document["kind"]):
             jsonschema.Draft7Validator(schema).validate(document)
             validated["custom resources with schemas of our own (jsonschema)"] += 1
+            for template in PODS_IN.get(document["kind"], ()):
+                pod = {"apiVersion": "v1", "kind": "Pod", **document["spec"]["leaderWorkerTemplate"][template]}
+                kubernetes_validate.validate(pod, kube, strict=True)
+                validated["pods of LeaderWorkerSets with kubernetes-validate, strict"] += 1
         else:
             kubernetes_validate.validate(document, kube, strict=True)
             validated["objects with kubernetes-validate, strict"] += 1

@@ -16,7 +16,16 @@ from sidecar.admin.observer import Observer
 from sidecar.exchange.budget import Budget
 from sidecar.prefill.address import AllowList
 from sidecar.prefill.endpoints import Endpoints
-from tests.chart.render import CHART, ROOT, one, pod_spec, rendered, tool, validated
+from tests.chart.render import (
+    CHART,
+    ROOT,
+    one,
+    pod_spec,
+    rendered,
+    tool,
+    validated,
+    workload,
+)
 
 RULES = CHART / "files" / "rules.yaml"
 ALERTS = ROOT / "docs" / "alerts.md"
@@ -228,7 +237,7 @@ def test_pod_monitors_name_ports_that_exist() -> None:
         documents = rendered(values)
         for monitor in (each for each in documents if each["kind"] == "PodMonitor"):
             component = monitor["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]
-            spec = pod_spec(one(documents, "Deployment", component))
+            spec = pod_spec(workload(documents, component))
             everywhere = [*spec.get("initContainers", []), *spec["containers"]]
             names = {port["name"] for container in everywhere for port in container["ports"]}
             for endpoint in monitor["spec"]["podMetricsEndpoints"]:

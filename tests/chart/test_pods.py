@@ -14,15 +14,18 @@ from tests.chart.render import (
     pod_spec,
     pods,
     rendered,
+    selector_of,
     sidecars,
+    template_of,
     with_values,
+    workload,
 )
 
 WITH_PODS = [name for name in VALUES if name != "sidecar-only"]
 
 
 def decode(values: str) -> dict[str, Any]:
-    return pod_spec(one(rendered(values), "Deployment", "decode"))
+    return pod_spec(workload(rendered(values), "decode"))
 
 
 @pytest.mark.parametrize("values", WITH_PODS)
@@ -42,7 +45,7 @@ def test_sidecar_is_native_where_clusters_know_it(values: str) -> None:
     spec = decode(values)
     assert [one["name"] for one in spec.get("initContainers", [])] == (["routing-proxy"] if native else [])
     assert container(spec, "routing-proxy").get("restartPolicy") == ("Always" if native else None)
-    old = pod_spec(one(rendered(values, kube=LAST_WITHOUT_NATIVE), "Deployment", "decode"))
+    old = pod_spec(workload(rendered(values, kube=LAST_WITHOUT_NATIVE), "decode"))
     assert "initContainers" not in old
     assert "restartPolicy" not in container(old, "routing-proxy")
 
@@ -52,7 +55,7 @@ def test_plain_sidecar_drains_before_its_engine_ends() -> None:
     spec = decode("plain-container")
     sleeps = {one["name"]: one["lifecycle"]["preStop"]["sleep"]["seconds"] for one in spec["containers"]}
     assert sleeps == {"routing-proxy": 15, "vllm": 15 + 30}
-    old = pod_spec(one(rendered("plain-container", kube="1.29"), "Deployment", "decode"))
+    old = pod_spec(workload(rendered("plain-container", kube="1.29"), "decode"))
     commands = {one["name"]: one["lifecycle"]["preStop"]["exec"]["command"] for one in old["containers"]}
     assert commands["vllm"] == ["sleep", "45"]
     assert commands["routing-proxy"][0] == "python3"  # the image has no shell and no sleep
@@ -80,7 +83,7 @@ def test_ports(values: str) -> None:
     """Names are unique and at most 15 characters, numbers do not collide, and Services and probes name them."""
     documents = rendered(values)
     for role in ("decode", "prefill"):
-        spec = pod_spec(one(documents, "Deployment", role))
+        spec = pod_spec(workload(documents, role))
         ports = [port for each in containers(spec) for port in each["ports"]]
         names = [port["name"] for port in ports]
         assert len(set(names)) == len(names)
@@ -98,23 +101,23 @@ def test_ports(values: str) -> None:
 
 def test_ranks_have_ports_of_their_own() -> None:
     documents = rendered("data-parallel")
-    spec = pod_spec(one(documents, "Deployment", "decode"))
+    spec = pod_spec(workload(documents, "decode"))
     numbers = {port["name"]: port["containerPort"] for each in containers(spec) for port in each["ports"]}
     assert [numbers[name] for name in ("http", "http-1", "http-2", "http-3")] == [8000, 8001, 8002, 8003]
     assert [numbers[name] for name in ("engine", "engine-1", "engine-2", "engine-3")] == [8200, 8201, 8202, 8203]
     assert [numbers[f"nixl-{rank}"] for rank in range(4)] == [5700, 5701, 5702, 5703]
-    prefill = container(pod_spec(one(documents, "Deployment", "prefill")), "vllm")
+    prefill = container(pod_spec(workload(documents, "prefill")), "vllm")
     assert [port["containerPort"] for port in prefill["ports"]] == [8000, 8001, 5700, 5701]
     assert "--data-parallel-size-local=2" in prefill["args"]
     assert "--data-parallel-size=2" in prefill["args"]
-    assert "replicas" not in one(documents, "Deployment", "prefill")["spec"]
+    assert "replicas" not in workload(documents, "prefill")["spec"]
     assert one(documents, "Service", "prefill")["spec"]["clusterIP"] == "None"
 
 
 def test_ranks_behind_one_port() -> None:
     """Without a gateway that picks ranks vLLM balances them itself; each still has its side channel."""
     documents = with_values({"prefill.dataParallelSize": 2})
-    prefill = container(pod_spec(one(documents, "Deployment", "prefill")), "vllm")
+    prefill = container(pod_spec(workload(documents, "prefill")), "vllm")
     assert [port["containerPort"] for port in prefill["ports"]] == [8000, 5600, 5601]
     assert "--data-parallel-size=2" in prefill["args"]
     assert "--data-parallel-multi-port-external-lb" not in prefill["args"]
@@ -125,7 +128,7 @@ def test_ranks_behind_one_port() -> None:
 def test_engines_know_their_pods_address(values: str) -> None:
     documents = rendered(values)
     for role in ("decode", "prefill"):
-        for each in containers(pod_spec(one(documents, "Deployment", role))):
+        for each in containers(pod_spec(workload(documents, role))):
             names = [variable["name"] for variable in each["env"]]
             assert len(set(names)) == len(names)
             variables = {variable["name"]: variable for variable in each["env"]}
@@ -147,9 +150,9 @@ def test_engines_know_their_pods_address(values: str) -> None:
 def test_labels_of_llm_d_are_on_pods_and_never_in_selectors(values: str) -> None:
     documents = rendered(values)
     for role in ("decode", "prefill"):
-        deployment = one(documents, "Deployment", role)
-        selector = deployment["spec"]["selector"]["matchLabels"]
-        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        deployment = workload(documents, role)
+        selector = selector_of(documents, role)
+        labels = template_of(deployment)["metadata"]["labels"]
         assert set(selector) == {f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")}
         assert selector.items() <= labels.items()
         assert labels["llm-d.ai/role"] == role
@@ -164,10 +167,10 @@ def test_labels_of_llm_d_are_on_pods_and_never_in_selectors(values: str) -> None
 def test_everything_that_selects_pods_selects_those_of_its_role(values: str) -> None:
     documents = rendered(values)
     for role in ("decode", "prefill"):
-        wanted = one(documents, "Deployment", role)["spec"]["selector"]["matchLabels"]
+        wanted = selector_of(documents, role)
         budgets = [each for each in documents if is_one(each, "PodDisruptionBudget", role)]
         services = [each for each in documents if is_one(each, "Service", role)]
-        spread = pod_spec(one(documents, "Deployment", role)).get("topologySpreadConstraints", [])
+        spread = pod_spec(workload(documents, role)).get("topologySpreadConstraints", [])
         assert [each["spec"]["selector"]["matchLabels"] for each in budgets] == [wanted] * len(budgets)
         assert [each["spec"]["selector"] for each in services] == [wanted] * len(services)
         assert [each["labelSelector"]["matchLabels"] for each in spread] == [wanted] * len(spread)
@@ -176,9 +179,7 @@ def test_everything_that_selects_pods_selects_those_of_its_role(values: str) -> 
 @pytest.mark.parametrize("values", WITH_PODS)
 def test_both_sides_run_the_same_model_in_the_same_way(values: str) -> None:
     """Or their KV never fits, or the same prompt has other block hashes."""
-    engines = [
-        container(pod_spec(one(rendered(values), "Deployment", role)), "vllm") for role in ("decode", "prefill")
-    ]
+    engines = [container(pod_spec(workload(rendered(values), role)), "vllm") for role in ("decode", "prefill")]
     for same in ("image", "command"):
         assert engines[0][same] == engines[1][same]
     assert engines[0]["args"][0] == engines[1]["args"][0]
@@ -196,7 +197,7 @@ def test_the_selector_is_a_value() -> None:
     labels = {"app": "mine", "llm-d.ai/role": "decode"}
     none = {"sidecar.settings.discovery": "none", "networkPolicy.enabled": True}
     documents = with_values({"decode.selectorLabels": labels} | none)
-    deployment = one(documents, "Deployment", "decode")
+    deployment = workload(documents, "decode")
     assert deployment["spec"]["selector"]["matchLabels"] == labels
     assert labels.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
     assert one(documents, "Service", "decode")["spec"]["selector"] == labels
@@ -220,14 +221,14 @@ def test_the_switch_is_mounted_as_a_folder() -> None:
 
 def test_rdma_shared_memory_and_ucx_reach_the_engines() -> None:
     for role in ("decode", "prefill"):
-        spec = pod_spec(one(rendered("gpu-rdma"), "Deployment", role))
+        spec = pod_spec(workload(rendered("gpu-rdma"), role))
         engine = container(spec, "vllm")
         assert engine["resources"]["limits"]["rdma/ib"] == engine["resources"]["requests"]["rdma/ib"] == 1
         assert engine["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
         assert {"name": "UCX_TLS", "value": "rc,cuda_copy,cuda_ipc"} in engine["env"]
         assert {"name": "shm", "mountPath": "/dev/shm"} in engine["volumeMounts"]
         assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "20Gi"}} in spec["volumes"]
-    assert pod_spec(one(rendered("gpu-rdma"), "Deployment", "decode"))["priorityClassName"] == "serving"
+    assert pod_spec(workload(rendered("gpu-rdma"), "decode"))["priorityClassName"] == "serving"
 
 
 def test_traces_name_their_pod() -> None:
@@ -258,7 +259,7 @@ def test_only_the_sidecar_may_read_and_only_what_discovery_needs() -> None:
         "name": account,
         "namespace": "space",
     }
-    spec = pod_spec(one(documents, "Deployment", "decode"))
+    spec = pod_spec(workload(documents, "decode"))
     assert spec["serviceAccountName"] == account
     tokens = {
         each["name"]

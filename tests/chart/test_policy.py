@@ -6,7 +6,19 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from tests.chart.render import KUBERNETES, container, one, pod_spec, rendered, template, values_file, with_values
+from tests.chart.render import (
+    KUBERNETES,
+    container,
+    one,
+    pod_spec,
+    rendered,
+    template,
+    template_of,
+    values_file,
+    with_values,
+    worker_of,
+    workload,
+)
 
 Policy = dict[str, Any]
 Pod = tuple[str, dict[str, str]]
@@ -15,7 +27,9 @@ Pod = tuple[str, dict[str, str]]
 
 def _matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     wanted: dict[str, str] = selector.get("matchLabels", {})
-    return wanted.items() <= labels.items()
+    expressions = selector.get("matchExpressions", ())
+    assert all(one["operator"] == "In" for one in expressions)
+    return wanted.items() <= labels.items() and all(labels.get(one["key"]) in one["values"] for one in expressions)
 
 
 def _peer(peer: dict[str, Any], labels: dict[str, str], namespace: str) -> bool:
@@ -44,23 +58,21 @@ def _direction(policy: Policy, way: str, peers: str, other: Pod, port: tuple[str
 
 
 def allowed(documents: list[dict[str, Any]], source: Pod, target: Pod, port: Any) -> bool:
-    """Whether a connection from one pod (namespace, labels) to another is admitted. Pods that no policy selects may
-    do anything."""
-    protocol, number = port if isinstance(port, tuple) else ("TCP", port)
-    for policy in (each for each in documents if each["kind"] == "NetworkPolicy"):
-        selector = policy["spec"]["podSelector"]
-        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
-        leaves = source[0] == "space" and _matches(selector, source[1])
-        if leaves and not _direction(policy, "egress", "to", target, (protocol, number)):
-            return False
-        enters = target[0] == "space" and _matches(selector, target[1])
-        if enters and not _direction(policy, "ingress", "from", source, (protocol, number)):
+    """Whether a connection from one pod (namespace, labels) to another is admitted: at each end by one of the
+    policies that select it. Pods that no policy selects may do anything."""
+    wanted = port if isinstance(port, tuple) else ("TCP", port)
+    policies = [each for each in documents if each["kind"] == "NetworkPolicy"]
+    assert all(policy["spec"]["policyTypes"] == ["Ingress", "Egress"] for policy in policies)
+    for way, peers, own, other in (("egress", "to", source, target), ("ingress", "from", target, source)):
+        selecting = [one for one in policies if own[0] == "space" and _matches(one["spec"]["podSelector"], own[1])]
+        if selecting and not any(_direction(policy, way, peers, other, wanted) for policy in selecting):
             return False
     return True
 
 
 def _pod(values: str, role: str) -> Pod:
-    labels: dict[str, str] = one(rendered(values), "Deployment", role)["spec"]["template"]["metadata"]["labels"]
+    made = workload(rendered(values), role.removesuffix("-worker"))
+    labels: dict[str, str] = (worker_of if role.endswith("-worker") else template_of)(made)["metadata"]["labels"]
     return "space", labels
 
 
@@ -121,6 +133,23 @@ TABLE = [
     ("discovery", "decode", API_SERVER, 22, False),
     ("discovery", "prefill", API_SERVER, 443, False),
     ("minimal", STRANGER, "prefill", 22, True),  # opt-in
+    ("leader-worker-set", "decode", "decode-worker", 12345, True),  # torch takes what ports it likes
+    ("leader-worker-set", "decode-worker", "decode", 12345, True),
+    ("leader-worker-set", "prefill", "prefill-worker", 12345, True),
+    ("leader-worker-set", "decode-worker", "prefill", 5600, True),  # workers shake hands themselves
+    ("leader-worker-set", "decode-worker", "prefill-worker", 20500, True),
+    ("leader-worker-set", "decode", "prefill-worker", 20500, True),
+    ("leader-worker-set", "decode", "prefill", 8000, True),
+    ("leader-worker-set", "decode-worker", "prefill", 8000, False),
+    ("leader-worker-set", "decode-worker", "prefill-worker", 12345, False),
+    ("leader-worker-set", "prefill-worker", "decode-worker", 20500, False),
+    ("leader-worker-set", "prefill-worker", "decode", 8000, False),
+    ("leader-worker-set", STRANGER, "decode-worker", 12345, False),
+    ("leader-worker-set", STRANGER, "prefill-worker", 20500, False),
+    ("leader-worker-set", "decode-worker", MODEL_HUB, 443, True),
+    ("leader-worker-set", "prefill-worker", MODEL_HUB, 443, False),
+    ("leader-worker-set", "prefill-worker", DNS, ("UDP", 53), True),
+    ("leader-worker-set", "decode-worker", API_SERVER, 443, False),
 ]
 
 
@@ -140,9 +169,9 @@ def test_without_dns_and_extras_prefill_pods_reach_nobody() -> None:
 
 def test_engines_keep_to_the_ports_that_the_policy_opens() -> None:
     for role in ("decode", "prefill"):
-        engine = container(pod_spec(one(rendered("gpu-rdma"), "Deployment", role)), "vllm")
+        engine = container(pod_spec(workload(rendered("gpu-rdma"), role)), "vllm")
         assert {"name": "UCX_TCP_PORT_RANGE", "value": "20000-20999"} in engine["env"]
-        engine = container(pod_spec(one(rendered("minimal"), "Deployment", role)), "vllm")
+        engine = container(pod_spec(workload(rendered("minimal"), role)), "vllm")
         assert "UCX_TCP_PORT_RANGE" not in [variable["name"] for variable in engine["env"]]
 
 

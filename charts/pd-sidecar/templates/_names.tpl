@@ -101,6 +101,12 @@ any must not change them: adding prefill pods would restart the decode pods. */}
 {{- else if .Values.sidecar.tls.clientCa }}
 {{- fail "sidecar.tls.clientCa is in the secret too: sidecar.tls.secretName is needed" }}
 {{- end }}
+{{- if and .Values.decode.enabled (eq .Values.decode.kind "LeaderWorkerSet") }}
+{{- if eq (include "pd-sidecar.spelled" (get $settings "nixl-relay")) "on" }}
+{{- fail "sidecar.settings.nixl-relay on with decode.kind LeaderWorkerSet: the relay is on the leader's loopback, where workers of other pods cannot ask it" }}
+{{- end }}
+{{- $_ := set $settings "nixl-relay" "off" }}
+{{- end }}
 {{- toYaml $settings }}
 {{- end }}
 

@@ -75,6 +75,9 @@ args:
   - --data-parallel-multi-port-external-lb
   {{- end }}
   {{- end }}
+  {{- if eq $values.kind "LeaderWorkerSet" }}
+  {{- include "pd-sidecar.node-args" . | nindent 2 }}
+  {{- end }}
   - --shutdown-timeout={{ int $values.shutdownTimeoutSeconds }}
   {{- if ne (toString (get $settings "kv-connector")) "none" }}
   - {{ printf "--kv-transfer-config=%s" (include "pd-sidecar.kv-transfer-config" .) | quote }}
@@ -213,6 +216,21 @@ volumes:
 {{- end }}
 {{- end }}
 
+{{- define "pd-sidecar.pod-template" -}}
+{{- $root := .root }}{{ $values := index .root.Values .role -}}
+metadata:
+  labels:
+    {{- $labels := merge (dict) $values.podLabels (include "pd-sidecar.selector" (list $root .role) | fromYaml) (include "pd-sidecar.llm-d-labels" (list $root .role) | fromYaml) (include "pd-sidecar.labels" $root | fromYaml) (dict "app.kubernetes.io/component" .role) }}
+    {{- toYaml (omit $labels "helm.sh/chart" "app.kubernetes.io/version" "app.kubernetes.io/managed-by") | nindent 4 }}
+  {{- with $values.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- $spec := include "pd-sidecar.pod-spec" . | fromYaml }}
+  {{- with get $spec "Error" }}{{ fail . }}{{ end }}
+  {{- toYaml (mergeOverwrite $spec (deepCopy $values.podSpec)) | nindent 2 }}
+{{- end }}
+
 {{- define "pd-sidecar.deployment" -}}
 {{- $root := .root }}{{ $values := index .root.Values .role -}}
 apiVersion: apps/v1
@@ -232,16 +250,5 @@ spec:
   {{- with $values.strategy }}
   strategy: {{- toYaml . | nindent 4 }}
   {{- end }}
-  template:
-    metadata:
-      labels:
-        {{- $labels := merge (dict) $values.podLabels (include "pd-sidecar.selector" (list $root .role) | fromYaml) (include "pd-sidecar.llm-d-labels" (list $root .role) | fromYaml) (include "pd-sidecar.labels" $root | fromYaml) (dict "app.kubernetes.io/component" .role) }}
-        {{- toYaml (omit $labels "helm.sh/chart" "app.kubernetes.io/version" "app.kubernetes.io/managed-by") | nindent 8 }}
-      {{- with $values.podAnnotations }}
-      annotations: {{- toYaml . | nindent 8 }}
-      {{- end }}
-    spec:
-      {{- $spec := include "pd-sidecar.pod-spec" . | fromYaml }}
-      {{- with get $spec "Error" }}{{ fail . }}{{ end }}
-      {{- toYaml (mergeOverwrite $spec (deepCopy $values.podSpec)) | nindent 6 }}
+  template: {{- include "pd-sidecar.pod-template" . | nindent 4 }}
 {{- end }}
