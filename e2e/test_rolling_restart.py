@@ -1,21 +1,31 @@
 """A rolling restart under 200 streams cuts none and fails none; a pod that gets SIGKILL takes its own streams with
-it, and no other. (docs/kubernetes.md, "Ending pods")"""
+it, and no other; lost packets and a prefill node that vanishes cost none. (docs/kubernetes.md, "Ending pods")"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from e2e.cluster import network, rollout
+from e2e.cluster import faults, network, rollout
+from e2e.cluster.scene import NoEnvoy, Result, report
+
+
+def played(play: Callable[[int], Result], why_not: str) -> Result:
+    if why_not:
+        pytest.skip(why_not)
+    try:
+        result = play(200)
+    except NoEnvoy as reason:
+        pytest.skip(f"needs Envoy: {reason}")
+    print(report(result))
+    assert not result.all_problems, report(result)
+    return result
 
 
 def test_no_stream_is_cut() -> None:
-    if why_not := network.why_not():
-        pytest.skip(why_not)
-    try:
-        result = rollout.run(200)
-    except rollout.NoEnvoy as reason:
-        pytest.skip(f"needs Envoy: {reason}")
-    text = rollout.report(result)
-    print(text)
-    assert not result.all_problems, text
-    assert len(result.steps) == 5
+    assert len(played(rollout.run, network.why_not()).steps) == 5
+
+
+def test_faults_of_the_network() -> None:
+    assert len(played(faults.run, network.why_not() or faults.why_not()).steps) == 2

@@ -70,6 +70,7 @@ class Cluster:
         self._probes: dict[Pod, list[Probe]] = {}
         self._applied: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
+        self._blind: set[Pod] = set()
         self._told: list[str] = []
         self._news: list[tuple[float, list[str]]] = []
         self._numbers = {"decode": 0, "prefill": 0}
@@ -93,6 +94,15 @@ class Cluster:
         if pod.role == "decode":
             probes.append(Probe((pod.ip, ADMIN_PORT, "/readyz"), VALUES["sidecar"]["readinessProbe"]))
         self._probes[pod] = probes
+
+    def forget(self, pod: Pod) -> None:
+        """Nobody probes it any more; what the cluster says of it stays as it is."""
+        with self._lock:
+            self._blind.add(pod)
+
+    def remember(self, pod: Pod) -> None:
+        with self._lock:
+            self._blind.discard(pod)
 
     def wait_ready(self, *pods: Pod) -> None:
         """Until the gateway has heard of them too."""
@@ -123,7 +133,7 @@ class Cluster:
     def _watch(self) -> None:
         while self._goes_on:
             now = time.monotonic()
-            for pod, probes in list(self._probes.items()):
+            for pod, probes in [one for one in self._probes.items() if one[0] not in self._blind]:
                 for probe in probes:
                     probe.look(now)
                 if pod in self._probes:

@@ -96,6 +96,11 @@ class Pod:
             self.engine.start()
 
     @property
+    def requests(self) -> int:
+        """Prompts that its engine has been asked since its start."""
+        return sum(one.method == "POST" for one in list(self.engine.requests)) if self.engine else 0
+
+    @property
     def pre_stop_s(self) -> float:
         return float(self._values["preStopSeconds"]) / SCALE
 

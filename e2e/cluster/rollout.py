@@ -1,235 +1,62 @@
-"""A rolling restart under load, and pods that get SIGKILL: what clients, sidecars and gateway saw of each.
+"""A rolling restart under load, and pods that get SIGKILL.
 
-Three decode and two prefill pods, Envoy in front. Pods are replaced without one to spare (maxSurge 0), as
-where GPUs are rare. It must not know how a pod or the gateway is made.
+Pods are replaced without one to spare (maxSurge 0), as where GPUs are rare. It must not know how a pod or the
+gateway is made.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from e2e.bench.install import install
-from e2e.cluster.control import LAG_S, Cluster
-from e2e.cluster.gateway import Gateway
-from e2e.cluster.load import WHOLE, Load, Outcome
-from e2e.cluster.network import Network
-from e2e.rounds import table
-from tests.kube.api import ThreadedApi
+from e2e.cluster.control import LAG_S
+from e2e.cluster.scene import BUDGET_ONLY, SETTLE_S, Result, Scene, end
 
 if TYPE_CHECKING:
     from e2e.cluster.pods import Pod
 
-DECODE, PREFILL = 3, 2
-TOKENS = 40
-SETTLE_S = 4.0
-"""A little longer than an answer takes."""
-ENVOY_SEES = {
-    "upstream_rq_5xx": "answers of 5xx",
-    "upstream_rq_retry": "retries",
-    "upstream_cx_destroy_remote_with_active_rq": "connections that pods broke off",
-}
-BUDGET = "503 decode_over_budget"
+
+def _replace(it: Scene, role: str) -> None:
+    with it.step(f"{len(it.pods(role))} {role} pods replaced, one after the other") as step:
+        for old in it.pods(role):
+            if problem := it.cluster.remove(old):
+                step.problems.append(f"{old.name}: {problem}")
+            new = it.cluster.add(role)
+            it.cluster.wait_ready(new)
 
 
-class NoEnvoy(Exception):
-    """Why there is none here."""
+def under_way(pod: Pod) -> int:
+    """Requests in its engine, once there are any."""
+    until = time.monotonic() + SETTLE_S
+    while pod.engine is not None and not pod.engine.running and time.monotonic() < until:
+        time.sleep(0.01)
+    return pod.engine.running if pod.engine else 0
 
 
-@dataclass
-class Step:
-    """One thing that happened, and what came of the requests that ended meanwhile."""
-
-    name: str
-    began: float
-    ended: float = 0.0
-    outcomes: list[Outcome] = field(default_factory=list)
-    envoy: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
-    """What no policy allows."""
-    allowed: str = "nothing"
-    victim: str = ""
-    """Address of a decode pod that was killed, and when."""
-    killed_at: float = 0.0
-
-    def is_allowed(self, one: Outcome) -> bool:
-        if self.victim:  # its own requests die with it: a stream is cut, what had no answer yet gets 503
-            was_there = one.pod == self.victim and one.began <= self.killed_at
-            return was_there and (one.what == "cut" or one.status == 503)
-        return one.what == BUDGET and self.allowed != "nothing"
+def _kill(it: Scene, role: str, allowed: str) -> None:
+    with it.step(f"a {role} pod gets kill -9", allowed) as step:
+        pod = it.pods(role)[0]
+        if not under_way(pod):
+            step.problems.append("it had nothing to do: this step shows nothing")
+        pod.kill()
+        if role == "decode":
+            step.victim, step.killed_at = pod.address, time.monotonic()
+        time.sleep(2 * LAG_S)
+        pod.start()
+        it.cluster.watch(pod)
+        it.cluster.wait_ready(pod)
 
 
-@dataclass
-class Rollout:
-    """The whole run."""
-
-    clients: int
-    steps: list[Step] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    """What no step stands for."""
-    metrics: Counter[str] = field(default_factory=Counter)
-    """Of all sidecars together: decision and reason of each request that they have counted."""
-
-    @property
-    def all_problems(self) -> list[str]:
-        return [*(f"{step.name}: {one}" for step in self.steps for one in step.problems), *self.problems]
-
-
-class _Run:
-    def __init__(self, clients: int, stack: ExitStack, say: Callable[[str], None]) -> None:
-        found = install(["envoy"])
-        if "envoy" not in found.binaries:
-            raise NoEnvoy(found.absent["envoy"])
-        self.say = say
-        self.result = Rollout(clients)
-        network = Network()
-        stack.callback(network.close)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        api = stack.enter_context(ThreadedApi())
-        self.gateway = Gateway(found.binaries["envoy"], *network.pod(), folder)
-        stack.callback(self.gateway.close)
-        self.cluster = Cluster(network, self.gateway, api)
-        stack.callback(self.cluster.close)
-        for _ in range(PREFILL):
-            self.cluster.add("prefill")
-        for _ in range(DECODE):
-            self.cluster.add("decode")
-        self.cluster.wait_ready(*self.cluster.pods)
-        self.load = Load(self.gateway.address, network.pod()[0], clients, TOKENS)
-        self.load.start()
-        stack.callback(self.load.stop)
-
-    def pods(self, role: str) -> list[Pod]:
-        return [pod for pod in self.cluster.pods if pod.role == role and pod.ready]
-
-    @contextmanager
-    def step(self, name: str, allowed: str = "nothing") -> Iterator[Step]:
-        """What ends meanwhile is its own; it lasts until answers that it has met have ended."""
-        step = Step(name, time.monotonic(), allowed=allowed)
-        before, first = self.gateway.stats(), len(self.load.outcomes)
-        self.result.steps.append(step)
-        yield step
-        time.sleep(SETTLE_S)
-        step.ended = time.monotonic()
-        step.outcomes = self.load.outcomes[first:]
-        after = self.gateway.stats()
-        step.envoy = Counter({what: after.get(what, 0) - before.get(what, 0) for what in ENVOY_SEES})
-        wrong = Counter(f"{one.what} ({one.pod})" for one in step.outcomes if one.what != WHOLE)
-        bad = Counter(
-            f"{one.what} ({one.pod})" for one in step.outcomes if one.what != WHOLE and not step.is_allowed(one)
-        )
-        step.problems += [f"{times} requests: {what}" for what, times in bad.items()]
-        if allowed == "nothing":
-            step.problems += [f"Envoy saw {step.envoy[what]} {ENVOY_SEES[what]}" for what in +step.envoy]
-        if not step.outcomes:
-            step.problems.append("no request ended: this step shows nothing")
-        self.say(f"{name}: {len(step.outcomes)} requests, {dict(wrong) or 'all whole'}")
-
-    def replace(self, role: str) -> None:
-        with self.step(f"{len(self.pods(role))} {role} pods replaced, one after the other") as step:
-            for old in self.pods(role):
-                if problem := self.cluster.remove(old):
-                    step.problems.append(f"{old.name}: {problem}")
-                new = self.cluster.add(role)
-                self.cluster.wait_ready(new)
-
-    def _under_way(self, pod: Pod) -> int:
-        """Requests in its engine, once there are any."""
-        until = time.monotonic() + SETTLE_S
-        while pod.engine is not None and not pod.engine.running and time.monotonic() < until:
-            time.sleep(0.01)
-        return pod.engine.running if pod.engine else 0
-
-    def kill(self, role: str, allowed: str) -> None:
-        with self.step(f"a {role} pod gets kill -9", allowed) as step:
-            pod = self.pods(role)[0]
-            if not self._under_way(pod):
-                step.problems.append("it had nothing to do: this step shows nothing")
-            pod.kill()
-            if role == "decode":
-                step.victim, step.killed_at = pod.address, time.monotonic()
-            time.sleep(2 * LAG_S)
-            pod.start()
-            self.cluster.watch(pod)
-            self.cluster.wait_ready(pod)
-
-
-def run(clients: int = 200, say: Callable[[str], None] = lambda _: None) -> Rollout:
+def run(clients: int = 200, say: Callable[[str], None] = lambda _: None) -> Result:
     """All steps. Raises `NoEnvoy`."""
     with ExitStack() as stack:
-        it = _Run(clients, stack, say)
-        time.sleep(SETTLE_S)  # until all clients have begun
+        it = Scene(clients, stack, say)
         with it.step("nothing happens"):
             pass
-        it.replace("decode")
-        it.replace("prefill")
-        it.kill("prefill", "503 beyond the recompute budget")
-        it.kill("decode", "its own requests: cut, or 503 before the first byte")
-        it.load.stop()
-        it.cluster.close()
-        _compare(it)
-        return it.result
-
-
-def _compare(it: _Run) -> None:
-    """What sidecars and engines have counted must be what clients saw."""
-    result = it.result
-    for pod in it.cluster.pods:
-        for metrics in pod.last_words:
-            for labels in metrics.labels("requests_total"):
-                if labels["api"] == "completions":
-                    shown = f"{labels['decision']}, {labels['reason']}, {labels['status']}"
-                    result.metrics[shown] += int(metrics("requests_total", **labels))
-        if pod.aborted:
-            result.problems.append(f"{pod.name}: the engine counts {pod.aborted} aborted requests")
-    whole = sum(1 for one in it.load.outcomes if one.what == WHOLE)
-    answered = sum(times for shown, times in result.metrics.items() if shown.endswith(", 200"))
-    # The last words of a sidecar that was killed are spoken before its last requests.
-    lost = sum(1 for step in result.steps for one in step.outcomes if step.is_allowed(one))
-    if not whole <= answered <= whole + lost:
-        result.problems.append(f"sidecars have counted {answered} answers of 200, clients {whole} whole ones")
-
-
-def report(result: Rollout) -> str:
-    """The table."""
-    rows = []
-    for step in result.steps:
-        wrong = Counter(one.what for one in step.outcomes if one.what != WHOLE)
-        ways = Counter(one.decision.partition(";")[0] for one in step.outcomes if one.what == WHOLE)
-        rows.append(
-            [
-                step.name,
-                f"{step.ended - step.began:.0f} s",
-                f"{len(step.outcomes):,}",
-                f"{len(step.outcomes) - wrong.total():,}",
-                ", ".join(f"{times} {what}" for what, times in wrong.items()) or "none",
-                step.allowed,
-                ", ".join(f"{times:,} {way}" for way, times in ways.most_common()),
-                f"{max((one.silence_s for one in step.outcomes), default=0.0):.2f} s",
-                "**NO**" if step.problems else "yes",
-            ]
-        )
-    head = [
-        "step",
-        "took",
-        "requests ended",
-        "whole",
-        "others",
-        "policy allows",
-        "decided",
-        "longest silence",
-        "ok",
-    ]
-    lines = [
-        f"{result.clients} streams at a time through Envoy, {DECODE} decode and {PREFILL} prefill pods:",
-        "",
-        *table(head, rows),
-        "The sidecars have counted: " + ", ".join(f"{n:,} {what}" for what, n in result.metrics.most_common()),
-    ]
-    return "\n".join([*lines, *(f"NOT AS IT SHOULD BE: {one}" for one in result.all_problems), ""])
+        _replace(it, "decode")
+        _replace(it, "prefill")
+        _kill(it, "prefill", BUDGET_ONLY)
+        _kill(it, "decode", "its own requests: cut, or 503 before the first byte")
+        return end(it)
