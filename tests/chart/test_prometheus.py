@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from tests.chart.prometheus import Prometheus
 from tests.chart.render import tool, validated
-from tests.chart.test_monitoring import RULES, alerts, dashboard
+from tests.chart.test_monitoring import alerts, dashboard
 from tests.engine import ThreadedEngine
-from tests.integration.sidecar import Sidecar, completion, eventually, free_ports
+from tests.integration.sidecar import Sidecar, completion, eventually
 
 ALWAYS = {
     "Effective (0: paid for, no KV)",
@@ -40,47 +35,6 @@ ALWAYS = {
 """Panels that show something once prompts are prefilled remotely; the others wait for a fault or a feature."""
 
 
-class Prometheus:
-    """Scrapes one address every half a second, as the chart's PodMonitor would: with namespace and pod."""
-
-    def __init__(self, folder: Path, target: str) -> None:
-        self.port = free_ports()
-        labels = {"namespace": "space", "pod": "decode-0"}
-        config = {
-            "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
-            "rule_files": [str(RULES)],
-            "scrape_configs": [
-                {"job_name": "sidecar", "static_configs": [{"targets": [target], "labels": labels}]}
-            ],
-        }
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        command = [tool("prometheus"), f"--config.file={folder}/prometheus.yml", "--log.level=error"]
-        command += [f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{self.port}"]
-        self._log = (folder / "log").open("w+")
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
-
-    def get(self, path: str, **parameters: str) -> Any:
-        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return json.load(answer)["data"]
-
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        result: list[dict[str, Any]] = self.get("query", query=expression)["result"]
-        return result
-
-    def scraped(self) -> bool:
-        try:
-            return bool(self.query("count_over_time(pd_sidecar_build_info[1m]) > 2"))
-        except OSError:
-            assert self._process.poll() is None, Path(self._log.name).read_text()
-            return False
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._log.close()
-
-
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     with ThreadedEngine() as prefill, ThreadedEngine() as decode:
@@ -88,7 +42,9 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             *("--model-server-port", str(decode.port), "--disagg", "on", "--prefill", prefill.address),
             *("--local-side-channel", f"127.0.0.1:{decode.side_channel_port}"),
         )
-        prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{sidecar.admin_port}")
+        prometheus = Prometheus(
+            tool("prometheus"), tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{sidecar.admin_port}"
+        )
         try:
             until = time.monotonic() + 30
             asked = 0
