@@ -63,7 +63,9 @@ class Probe:
 class Cluster:
     """Pods, and who is told of them."""
 
-    def __init__(self, network: Network, gateway: Gateway, api: ThreadedApi) -> None:
+    def __init__(self, network: Network, gateway: Gateway, api: ThreadedApi, behind_lines: str = "") -> None:
+        """`behind_lines`: the role whose pods are (`Network.lines`)."""
+        self._behind_lines = behind_lines
         self.pods: list[Pod] = []
         """Those that are there, and those that have ended."""
         self._network, self._gateway, self._api = network, gateway, api
@@ -82,7 +84,7 @@ class Cluster:
     def add(self, role: str) -> Pod:
         """A new pod; it is started here, and ready some time later."""
         self._numbers[role] += 1
-        pod = Pod(f"{role}-{self._numbers[role]}", role, self._network.pod(), self._api)
+        pod = Pod(f"{role}-{self._numbers[role]}", role, self._network.pod(role == self._behind_lines), self._api)
         self.pods.append(pod)
         pod.start()
         self.watch(pod)

@@ -1,16 +1,19 @@
-"""What networks do to pods under load: packets get lost, and a node vanishes without a word and comes back.
+"""What networks do to pods under load: packets are late or lost, and a node vanishes without a word and comes back.
 
 It must not know how a pod or the gateway is made.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from e2e.cluster import policy
+from e2e.cluster.pods import HTTP_PORT
 from e2e.cluster.rollout import under_way
 from e2e.cluster.scene import BUDGET_ONLY, SETTLE_S, Result, Scene, end
 
@@ -18,7 +21,9 @@ if TYPE_CHECKING:
     from e2e.cluster.network import Namespace
 
 LOST_OF_A_THOUSAND = 10
-LOSS_S = 8.0
+LOSS_S = LATE_S = 8.0
+DELAY_S = 0.1
+"""Each way."""
 AWAY_S = 12.0
 """Longer than --pull-timeout, much shorter than a cluster takes to call a node's pods not ready."""
 
@@ -50,6 +55,22 @@ def _lose(it: Scene) -> None:
             _disarm(pod.namespace)
 
 
+def _delay(it: Scene) -> None:
+    """As if prefill were far away."""
+    with it.step(f"{1000 * DELAY_S:g} ms to prefill pods, and back") as step:
+        pods = it.pods("prefill")
+        for pod in pods:
+            it.network.lines[pod.ip].seconds = DELAY_S
+        time.sleep(LATE_S)
+        for pod in pods:
+            with it.network.node.entered():
+                began = time.monotonic()
+                socket.create_connection((pod.ip, HTTP_PORT)).close()
+            if time.monotonic() - began < 2 * DELAY_S:
+                step.problems.append(f"{pod.name} is as near as before: this step shows nothing")
+            it.network.lines[pod.ip].seconds = 0.0
+
+
 def _vanish(it: Scene) -> None:
     """Power fails at the node of a prefill pod: no packet comes from it any more, not even one that ends a
     connection, and nobody says so. It comes back as another engine at the same address."""
@@ -74,7 +95,8 @@ def _vanish(it: Scene) -> None:
 def run(clients: int = 200, say: Callable[[str], None] = lambda _: None) -> Result:
     """All steps. Raises `NoEnvoy`."""
     with ExitStack() as stack:
-        it = Scene(clients, stack, say)
+        it = Scene(clients, stack, say, behind_lines="prefill")
+        _delay(it)
         _lose(it)
         _vanish(it)
         return end(it)
@@ -82,4 +104,4 @@ def run(clients: int = 200, say: Callable[[str], None] = lambda _: None) -> Resu
 
 def why_not() -> str:
     """Why there can be none of these faults here; "" if they can be made."""
-    return policy.why_not()
+    return policy.why_not() or ("" if os.access("/dev/net/tun", os.W_OK) else "needs TAP devices (/dev/net/tun)")

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from e2e.cluster.delay import Line
+
 CLONE_NEWNET = 0x40000000  # linux/sched.h; Python has unshare() and setns() from 3.12 on only
 NODE = "10.77.0.254"
 
@@ -111,14 +113,20 @@ class Network:
         self.node.ip("addr", "add", f"{NODE}/24", "dev", "pods")
         self.node.ip("link", "set", "pods", "up")
         self._pods: list[Namespace] = []
+        self.lines: dict[str, Line] = {}
+        """That can be slow, by the address of their pod."""
 
-    def pod(self) -> tuple[Namespace, str]:
-        """Another namespace, and its address: never one that was used before."""
+    def pod(self, line: bool = False) -> tuple[Namespace, str]:
+        """Another namespace, and its address: never one that was used before. `line`: behind one of
+        `lines`."""
         inside = Namespace()
         self._pods.append(inside)
         number = len(self._pods)
         address = f"10.77.0.{number}"
-        self.node.ip(*f"link add pod{number} type veth peer name eth0 netns {inside.path}".split())
+        if line:
+            self.lines[address] = Line(self.node, f"pod{number}", inside, "eth0")
+        else:
+            self.node.ip(*f"link add pod{number} type veth peer name eth0 netns {inside.path}".split())
         self.node.ip(*f"link set pod{number} master pods up".split())
         inside.ip("addr", "add", f"{address}/24", "dev", "eth0")
         inside.ip("link", "set", "eth0", "up")
@@ -126,5 +134,7 @@ class Network:
         return inside, address
 
     def close(self) -> None:
+        for line in self.lines.values():
+            line.close()
         for one in (*self._pods, self.node):
             one.close()

@@ -84,19 +84,20 @@ class Result:
 class Scene:
     """The pods and the load; every client has begun."""
 
-    def __init__(self, clients: int, stack: ExitStack, say: Callable[[str], None]) -> None:
+    def __init__(self, clients: int, stack: ExitStack, say: Callable[[str], None], behind_lines: str = "") -> None:
+        """`behind_lines`: the role whose pods' lines can be slow."""
         found = install(["envoy"])
         if "envoy" not in found.binaries:
             raise NoEnvoy(found.absent["envoy"])
         self.say = say
         self.result = Result(clients)
-        network = Network()
+        self.network = network = Network()
         stack.callback(network.close)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         api = stack.enter_context(ThreadedApi())
         self.gateway = Gateway(found.binaries["envoy"], *network.pod(), folder)
         stack.callback(self.gateway.close)
-        self.cluster = Cluster(network, self.gateway, api)
+        self.cluster = Cluster(network, self.gateway, api, behind_lines)
         stack.callback(self.cluster.close)
         for _ in range(PREFILL):
             self.cluster.add("prefill")
