@@ -1,0 +1,175 @@
+"""What the official client libraries raise: the type that the status stands for, with the message that says why.
+
+An answer of an engine's, one of the sidecar's own, and a stream that breaks off must all reach the user as the
+library's own exceptions. (What they make of good answers is shown on real engines, e2e/test_client_libraries.py.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from tests.engine import Fault
+from tests.integration.sidecar import KEY, MAX_BODY_BYTES, Rig, free_ports, prompt, quick
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+TOLD = "the engine's own words"
+
+
+class Openai:
+    """Chat by `openai`."""
+
+    library: Any = openai
+    path = CHAT
+    body = {"error": {"message": TOLD, "type": "Some", "param": None, "code": 1}}  # noqa: RUF012
+
+    @staticmethod
+    @contextmanager
+    def client(rig: Rig, **headers: str) -> Iterator[Any]:
+        with openai.OpenAI(
+            base_url=f"http://127.0.0.1:{rig.sidecar.port}/v1",
+            api_key=KEY.removeprefix("Bearer "),
+            default_headers={"x-prefiller-host-port": rig.target, **headers},
+            max_retries=0,
+        ) as client:
+            yield client
+
+    @staticmethod
+    def ask(client: Any, text: str, **more: Any) -> Any:
+        said = [{"role": "user", "content": text}]
+        return client.chat.completions.create(model="sim", messages=said, max_tokens=8, **more)
+
+
+class Anthropic:
+    """Messages by `anthropic`."""
+
+    library: Any = anthropic
+    path = MESSAGES
+    body = {"type": "error", "error": {"type": "some_error", "message": TOLD}}  # noqa: RUF012
+
+    @staticmethod
+    @contextmanager
+    def client(rig: Rig, **headers: str) -> Iterator[Any]:
+        with anthropic.Anthropic(
+            base_url=f"http://127.0.0.1:{rig.sidecar.port}",
+            api_key=KEY.removeprefix("Bearer "),
+            default_headers={"x-prefiller-host-port": rig.target, **headers},
+            max_retries=0,
+        ) as client:
+            yield client
+
+    @staticmethod
+    def ask(client: Any, text: str, **more: Any) -> Any:
+        said = [{"role": "user", "content": text}]
+        return client.messages.create(model="sim", messages=said, max_tokens=8, **more)
+
+
+LIBRARIES = [Openai, Anthropic]
+Library = type[Openai] | type[Anthropic]
+
+STATUSES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "InternalServerError",
+}
+
+
+def raised(call: Callable[[], Any]) -> Any:
+    with pytest.raises((openai.APIError, anthropic.APIError)) as error:
+        call()
+    return error.value
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("status", STATUSES)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_an_engine_refuses(rigged: Callable[..., Rig], library: Library, status: int, streamed: bool) -> None:
+    """Said by decode, as a local request shows it: the sidecar adds and takes nothing."""
+    rig = rigged(*quick())
+    rig.target = ""
+    fault = Fault(
+        status=status,
+        headers=(("content-type", "application/json"), ("retry-after", "7")),
+        body=json.dumps(library.body).encode(),
+    )
+    rig.decode.fault(fault, path=library.path)
+    with library.client(rig) as client:
+        error = raised(lambda: library.ask(client, prompt(400), stream=streamed))
+    assert isinstance(error, getattr(library.library, STATUSES[status]))
+    assert error.status_code == status
+    assert TOLD in error.message
+    assert error.response.headers["retry-after"] == "7"
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_prefill_refuses(rigged: Callable[..., Rig], library: Library, status: int) -> None:
+    """The client's own mistake, found by prefill: decode is not asked."""
+    rig = rigged(*quick())
+    fault = Fault(
+        status=status, headers=(("content-type", "application/json"),), body=json.dumps(library.body).encode()
+    )
+    rig.prefill.fault(fault, path=library.path)
+    with library.client(rig) as client:
+        error = raised(lambda: library.ask(client, prompt(400), stream=True))
+    assert isinstance(error, getattr(library.library, STATUSES[status]))
+    assert TOLD in error.message
+    assert not rig.decoded()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_target_that_nobody_allows(rigged: Callable[..., Rig], library: Library) -> None:
+    rig = rigged(*quick())
+    rig.target = "192.0.2.7:8000"
+    with library.client(rig) as client:
+        error = raised(lambda: library.ask(client, prompt(400), stream=True))
+    assert isinstance(error, library.library.PermissionDeniedError)
+    assert "--prefill-allow" in error.message
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_prompt_that_is_too_large(rigged: Callable[..., Rig], library: Library) -> None:
+    rig = rigged(*quick())
+    with library.client(rig) as client:
+        error = raised(lambda: library.ask(client, "x" * (MAX_BODY_BYTES + 1)))
+    assert error.status_code == 413
+    assert "--max-body-bytes" in error.message
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_failed_prefill_where_the_policy_is_to_fail(rigged: Callable[..., Rig], library: Library) -> None:
+    rig = rigged(*quick("fail"))
+    rig.target = f"127.0.0.1:{free_ports()}"
+    with library.client(rig) as client:
+        error = raised(lambda: library.ask(client, prompt(400), stream=True))
+    assert isinstance(error, library.library.InternalServerError)
+    assert error.status_code in (502, 503)
+    said = error.body.get("error", error.body)
+    assert said["stage"] == "prefill"
+    assert said["reason"] == "prefill_refused"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_stream_that_breaks_off(rigged: Callable[..., Rig], library: Library) -> None:
+    """Neither a clean end nor an exception of the transport's: one that says what happened."""
+    rig = rigged(*quick())
+    rig.decode.fault(Fault(cut_after_events=4), path=library.path)
+    seen = []
+    with library.client(rig) as client:
+        stream = library.ask(client, prompt(400), stream=True)
+        with stream:
+            error = raised(lambda: seen.extend(iter(stream)))
+    assert "the decode engine broke off" in str(error)
+    assert "streaming_reset" in str(error.body)
+    assert len(seen) == 4
