@@ -138,7 +138,8 @@ def local_text(decode: Engine, api: Api, body: dict[str, Any]) -> str:
 
 def prompt_tokens(answer: Answer) -> int:
     usage = answer.json["usage"]
-    tokens: int = usage.get("prompt_tokens") or usage["input_tokens"]
+    cached = ("cache_creation_input_tokens", "cache_read_input_tokens")  # /v1/messages counts them apart
+    tokens: int = usage.get("prompt_tokens") or usage["input_tokens"] + sum(usage.get(name) or 0 for name in cached)
     return tokens
 
 
@@ -458,9 +459,11 @@ class Pair:
             *("--kv-lease", str(LEASE_S)),
         ]
 
-    def serve(self, *flags: str, prefill: str = "", decode_port: int = 0, disagg: str = "on") -> Sidecar:
+    def serve(
+        self, *flags: str, prefill: str = "", decode_port: int = 0, disagg: str = "on", ranks: int = 1
+    ) -> Sidecar:
         """A ready sidecar that lasts until the end of the test."""
-        sidecar = Sidecar(*self.flags(prefill, decode_port), "--disagg", disagg, *flags)
+        sidecar = Sidecar(*self.flags(prefill, decode_port), "--disagg", disagg, *flags, ranks=ranks)
         self.closing(sidecar.stop)
         return sidecar
 

@@ -412,6 +412,7 @@ class Rig:
     extra_env            environment of all engines
     tls                  how to speak to engines whose flags name a certificate
     prefill_place        the network namespace of the prefill engines, if it is not that of the rig
+    consecutive          the decode engines listen on consecutive ports, like the ranks of a pod
     """
 
     def __init__(
@@ -434,6 +435,7 @@ class Rig:
         extra_env: Mapping[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
         prefill_place: Place | None = None,
+        consecutive: bool = False,
     ) -> None:
         self.model = os.environ.get("PD_E2E_MODEL") or model
         self.model_name = Path(self.model).name  # what requests say in "model"
@@ -447,6 +449,7 @@ class Rig:
         self._env = dict(extra_env or {})
         self._tls = tls
         self._places: dict[Role, Place | None] = {"prefill": prefill_place, "decode": None}
+        self._decode_ports = free_ports(decode) if consecutive else 0
         self._counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
         self._pin = pin
         self._prog_thread = prog_thread
@@ -511,9 +514,9 @@ class Rig:
         flags = [*self._flags[role], *shlex.split(os.environ.get("VLLM_ENGINE_FLAGS", ""))]
         # A server with data parallelism has one side channel for each rank, on consecutive ports.
         side_channel_port = free_ports(_data_parallel_size(flags))
-        port = free_ports()
         place = self._places[role]
         host = place.host if place else HOST
+        port = self._decode_ports + index if self._decode_ports and role == "decode" else free_ports()
         temporary = self.folder / f"{role[0]}{index}"  # short: socket paths end at 107 bytes
         env = {
             **QUIET_ENV,

@@ -165,6 +165,7 @@ class Sidecar:
         self._session: aiohttp.ClientSession | None = None
         self._uds_session: aiohttp.ClientSession | None = None
         self._servers: list[Server] = []
+        self._services: dict[int, Service] = {}
         self._admin: web.AppRunner | None = None
         self._stop: asyncio.Future[int] = loop.create_future()
         self._stopping = False
@@ -286,7 +287,9 @@ class Sidecar:
             gate=self._gate,
             rules=self._make_rules(rank, probe, engine),
             tracer=self._tracer,
+            by_port=self._services,
         )
+        self._services[settings.port + rank] = service
         server = Server(service, settings.host, settings.port + rank, self._tls.serving)
         self._servers.append(server)
         try:

@@ -46,6 +46,8 @@ class Decision(msgspec.Struct, frozen=True):
     budgeted: bool = False
     """Local only because no prefill endpoint is usable: counts as a fallback, so that a dying prefill side cannot
     land every long prompt on the decode engine at once."""
+    rank: int = -1
+    """Data-parallel rank that the request is pinned to."""
     is_exact: bool = False
     """The prompt is a list of token ids: the estimate is its length."""
     prompt_bytes: int = 0
@@ -63,9 +65,9 @@ PATH = Decision(Kind.LOCAL, "path")
 NO_TARGET = Decision(Kind.LOCAL, "no_target")
 
 
-def _unusable(candidates: Sequence[Endpoint], tokens: int, is_short: bool) -> Decision:
+def _unusable(candidates: Sequence[Endpoint], tokens: int, is_short: bool, why: str = "") -> Decision:
     """None of the candidates can be used. A pair that never fitted is no fallback."""
-    why = ", ".join(sorted({endpoint.blocked or "breaker open" for endpoint in candidates}))
+    why = why or ", ".join(sorted({endpoint.blocked or "breaker open" for endpoint in candidates}))
     if all(endpoint.blocked == "incompatible" for endpoint in candidates):
         return Decision(Kind.LOCAL, "incompatible", estimated_tokens=tokens)
     return Decision(Kind.LOCAL, "no_usable_prefill", why, tokens, budgeted=not is_short)
@@ -80,9 +82,10 @@ def decide(
     endpoints: Endpoints,
     rules: Rules,
     block_size: int,
+    rank: int = -1,
 ) -> Decision:
     """Local, remote or refused. `header` holds the values of `x-prefiller-host-port`; `block_size` is the local
-    engine's, 0 if unknown."""
+    engine's, 0 if unknown; `rank` is the data-parallel rank that the request is pinned to, -1 for none."""
     if mode is Mode.OFF or not connector.splits:
         return DISABLED
     if api is None:
@@ -101,13 +104,15 @@ def decide(
     size_bytes = 0 if is_exact else prompt_bytes(api, members)
     tokens = exact_tokens(api, members) if is_exact else int(size_bytes / rules.bytes_per_token(api))
     is_short = mode is Mode.AUTO and tokens < rules.min_remote_tokens
-    if not endpoints.any_usable(candidates):
-        return _unusable(candidates, tokens, is_short)
+    ordered = candidates is not endpoints.members
+    of_rank = endpoints.of_rank(candidates, rank)
+    if not endpoints.any_usable(of_rank):
+        return _unusable(of_rank or candidates, tokens, is_short, "" if of_rank else f"rank {rank} brings no KV")
+    candidates = of_rank
     if connector.hands_off and not block_size and not any(endpoint.facts.block_size for endpoint in candidates):
         # Every handoff would be refused as unverifiable, each prompt computed twice.
         why = "the block size is unknown: neither engine's /metrics tells it"
         return Decision(Kind.LOCAL, "no_usable_prefill", why, tokens, budgeted=not is_short)
-    is_ours_to_choose = candidates is endpoints.members
     decision = Decision(
         Kind.REMOTE,
         "on",
@@ -115,8 +120,9 @@ def decide(
         is_exact=is_exact,
         prompt_bytes=size_bytes,
         candidates=tuple(candidates),
-        ordered=not is_ours_to_choose,
-        conversation=conversation(api, members) if is_ours_to_choose and len(candidates) > 1 else 0,
+        ordered=ordered,
+        conversation=0 if ordered or len(candidates) == 1 else conversation(api, members),
+        rank=rank,
     )
     return decision if mode is Mode.ON else _auto(decision, api, members, endpoints, rules)
 

@@ -46,6 +46,8 @@ _READ = frozenset(
         b"host",
         b"transfer-encoding",
         b"upgrade",
+        b"x-data-parallel-host-port",
+        b"x-data-parallel-rank",
         b"x-prefiller-host-port",
         b"x-request-id",
     }

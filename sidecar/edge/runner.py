@@ -28,11 +28,13 @@ from sidecar.exchange.apis import APIS, Api
 from sidecar.exchange.failures import TABLE, Row, Stage
 from sidecar.exchange.peek import FirstEvents
 from sidecar.exchange.splice import Fields, NotAnObject, prefill_body
+from sidecar.prefill.ranks import rank_of_header
 
 if TYPE_CHECKING:
     from sidecar.edge.client import ClientConnection
 
 _BAD_JSON = TABLE[Stage.READING, "bad_json"]
+_UNKNOWN_RANK = TABLE[Stage.READING, "unknown_rank"]
 
 
 class Runner:
@@ -88,7 +90,11 @@ class Runner:
     def start(self) -> None:
         """The request is complete, or its body will be streamed."""
         request = self.request
-        service = self.service
+        service = self.service.named_by(request.read.get(b"x-data-parallel-host-port", []))
+        if service is None:
+            self._refuse(_UNKNOWN_RANK, f"of {len(self.service.by_port)}")
+            return
+        self.service = service
         settings = service.settings
         try:
             self._body, self._members = read_body(request, self.api, settings.max_body_bytes)
@@ -101,6 +107,7 @@ class Runner:
                 service.endpoints,
                 service.rules,
                 service.live.engine_facts.block_size,
+                rank_of_header(request.read.get(b"x-data-parallel-rank", [])),
             )
         except Undecodable as error:
             self._refuse(error.row, error.detail)

@@ -129,3 +129,16 @@ class Service:
     rules: Rules
     tracer: Tracer | None = None
     """None: tracing is off."""
+    by_port: dict[int, "Service"] = field(default_factory=dict)
+    """Those of all local ranks, by the ports that clients know them by; shared by all of them."""
+
+    def named_by(self, values: list[bytes]) -> "Service | None":
+        """The rank that `x-data-parallel-host-port` names, this one without the header; None: no rank is there.
+
+        The header is deprecated: gateways name a rank's port themselves. Its host is that of the pod, so of the
+        value the port counts. With one rank it means nothing.
+        """
+        if not values or len(self.by_port) < 2:
+            return self
+        port = values[-1].rpartition(b":")[2].strip()
+        return self.by_port.get(int(port)) if port.isdigit() and len(port) <= 5 else None

@@ -84,6 +84,7 @@ ROWS: tuple[Row, ...] = (
         "the header names a prefill endpoint that neither --prefill nor --prefill-allow admits",
     ),
     Row(_R, "bad_target", Then.ANSWER, 400, "x-prefiller-host-port wants HOST:PORT"),
+    Row(_R, "unknown_rank", Then.ANSWER, 400, "x-data-parallel-host-port names the port of no local rank"),
     Row(_R, "client_left", Then.CLOSE, 0, "the client left before its request was complete"),
     # -- prefill --
     Row(_P, "rejected", Then.RELAY, 0, "400 401 403 404 405 413 415 422: the client's own mistake"),

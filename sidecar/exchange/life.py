@@ -16,6 +16,7 @@ from sidecar.decision.guards import Decision, Kind
 from sidecar.exchange.budget import Budget
 from sidecar.exchange.failures import TABLE, Row, Stage, Then, prefill_fault
 from sidecar.prefill.endpoints import Endpoint, Endpoints
+from sidecar.prefill.ranks import rank_of_engine
 
 # -- commands ------------------------------------------------------------------------------------------------
 
@@ -123,6 +124,7 @@ class Exchange:
         "_lease_s",
         "_now",
         "_prefilling",
+        "_rank",
         "_recompute_on_failure",
         "_spent",
         "_to_release",
@@ -203,6 +205,8 @@ class Exchange:
         self._client_left = False
         self._trial = 0
         """Number of this request as its breaker's trial, while it has not said how it went."""
+        self._rank = -1
+        """Rank of the prefill endpoint that the handoff is of, as far as there are any and it is known."""
         self._holds_endpoint = False
         self._held_tokens = -1
         self._handoff_born = 0.0
@@ -231,6 +235,7 @@ class Exchange:
         if status != 200:
             return self.fault(prefill_fault(status), f"status {status}")
         endpoint = self._end_prefill("ok")
+        self._rank = self.decision.rank
         self._block_size = block_size
         self.stage = Stage.HANDOFF
         try:
@@ -241,6 +246,7 @@ class Exchange:
         result = self._connector.read(answer, source)
         if isinstance(result, Rejection):
             return self._no_kv(result)
+        self._rank = rank_of_engine(result.engine_id)
         self.prompt_tokens, self.prefill_cached_tokens = result.prompt_tokens, result.prefill_cached_tokens
         if self.decision.is_exact and result.prompt_tokens != self.decision.estimated_tokens:
             # KV of another prompt is wrong text with 200, or the end of the decode engine.
@@ -412,6 +418,7 @@ class Exchange:
         if endpoint is None:
             return None
         self._leave_endpoint()
+        self._rank = -1
         self._attempts_left -= 1
         self._tried.append(endpoint)
         self.prefill_endpoint = endpoint
@@ -445,7 +452,7 @@ class Exchange:
     def _blame(self, endpoint: Endpoint, fault: str) -> None:
         # What costs a timeout, or can be known at once, is not tried again and again.
         at_once = fault in ("refused", "unreachable", "peer_silent", "side_channel_dead")
-        self._endpoints.failed(endpoint, at_once=at_once, trial=self._trial)
+        self._endpoints.failed(endpoint, at_once=at_once, trial=self._trial, rank=self._rank)
         self._trial = 0
 
     def _policy(self, row: Row, reason: str, detail: str = "") -> Command:
@@ -470,7 +477,7 @@ class Exchange:
     def _pulled(self) -> None:
         endpoint = self.prefill_endpoint
         assert endpoint is not None
-        self._endpoints.brought_kv(endpoint)
+        self._endpoints.brought_kv(endpoint, self._rank)
         self._trial = 0
 
     def _streaming(self) -> None:

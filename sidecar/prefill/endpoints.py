@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from sidecar.connectors.connector import EngineFacts
 from sidecar.prefill.address import Address, AllowList, BadAddress, parse
 from sidecar.prefill.breaker import Breaker
+from sidecar.prefill.ranks import Ranks
 from transport.prober import Endpoint as SideChannel
 
 MAX_ENDPOINTS = 512
@@ -57,6 +58,9 @@ class Endpoint:
     users: int = 0
     """Requests that may still need something of it: a prefill leg, its side channel, its breaker."""
     breaker: Breaker = field(default_factory=Breaker)
+    ranks: Ranks = field(default_factory=Ranks)
+    has_ranks: bool = False
+    """Several engines are behind the address; not all of their side channels may be known."""
     facts: EngineFacts = field(default_factory=EngineFacts)
     peer_host: str = ""
     """IP address that last answered here; what a handoff may name besides the configured host."""
@@ -325,6 +329,13 @@ class Endpoints:
                 return one
         return None
 
+    def of_rank(self, candidates: Sequence[Endpoint], rank: int) -> Sequence[Endpoint]:
+        """Those of the candidates whose rank `rank` may be used; all of them for a request that pins none (-1)."""
+        if rank < 0:
+            return candidates
+        now = self._now()
+        return [one for one in candidates if one.ranks.admits(rank, now)]
+
     def any_usable(self, candidates: Sequence[Endpoint]) -> bool:
         now = self._now()
         return any(endpoint.admits(now) for endpoint in candidates)
@@ -373,13 +384,18 @@ class Endpoints:
             del self._leaving[endpoint.address]
             self._forget(endpoint)
 
-    def failed(self, endpoint: Endpoint, *, at_once: bool, trial: int) -> None:
-        """Counts a failure against the endpoint."""
-        endpoint.breaker.failed(self._now(), at_once=at_once, trial=trial)
+    def failed(self, endpoint: Endpoint, *, at_once: bool, trial: int, rank: int = -1) -> None:
+        """Counts a failure against the endpoint, or against the one of its ranks that it is about."""
+        if rank >= 0:
+            endpoint.ranks.failed(rank, self._now(), at_once=at_once)
+            endpoint.breaker.abandoned(trial)
+        else:
+            endpoint.breaker.failed(self._now(), at_once=at_once, trial=trial)
 
-    def brought_kv(self, endpoint: Endpoint) -> None:
+    def brought_kv(self, endpoint: Endpoint, rank: int = -1) -> None:
         """A pull worked."""
         endpoint.breaker.succeeded()
+        endpoint.ranks.succeeded(rank)
         self._no_kv = 0
 
     def brought_no_kv(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from sidecar.background import Background
 from sidecar.connectors.connector import EngineFacts, Handoff, Rejection
 from sidecar.prefill.endpoints import Endpoint
+from sidecar.prefill.ranks import rank_of_engine
 from transport.compatibility import Incompatible
 from transport.prober import NOT_ASKED, Away, Known, State
 from transport.prober import Endpoint as SideChannel
@@ -53,6 +54,7 @@ class Gate:
             admitted(Rejection("side_channel_dead", "the endpoint has made room for others meanwhile"))
             return
         side = SideChannel(handoff.host, handoff.port)
+        endpoint.has_ranks = rank_of_engine(handoff.engine_id) >= 0
         self._watch(endpoint, side, certain=True)
         assert self._channels is not None
         where = self._channels.known_address(
@@ -130,6 +132,8 @@ class Gate:
                 problems.append("side_channel_dead")
             elif isinstance(state, Known):
                 return ""
+        if endpoint.has_ranks and len(problems) == 1 and problems[0] == "side_channel_dead":
+            return ""  # of several ranks one is known, and the others are not: requests to them find out
         return problems[0] if problems else ""
 
     # -- which side channels are watched --

@@ -641,6 +641,7 @@ def _leaves_in_mid_stream(rig: Rig, body: dict[str, Any]) -> None:
 # -- the tests -----------------------------------------------------------------------------------------------
 
 SHOWN_APART = {
+    TABLE[Stage.READING, "unknown_rank"],
     TABLE[Stage.STREAMING, "reset"],
     TABLE[Stage.STREAMING, "garbage"],
     TABLE[Stage.HANDOFF, "unverifiable"],
@@ -708,6 +709,21 @@ def test_own_answer(rigged: Callable[..., Rig], row: Row) -> None:
 @pytest.mark.parametrize("row", rows(Then.RELAY, Then.CLOSE, Then.RELEASE, Then.TO_FIRST_BYTE))
 def test_other_consequences(rigged: Callable[..., Rig], row: Row) -> None:
     play(rigged, row, "recompute")
+
+
+def test_a_port_that_is_no_ranks() -> None:
+    """Row `reading_unknown_rank`: it takes a sidecar of several."""
+    first = free_ports(2)
+    with ThreadedEngine(port=first) as engine:
+        sidecar = Sidecar("--model-server-port", str(first), "--data-parallel-size", "2", ranks=2, ready="/livez")
+        try:
+            for nowhere in (f"10.0.0.7:{sidecar.port + 2}", "10.0.0.7", "10.0.0.7:x", "", ":99999999"):
+                headers = [("X-Data-Parallel-Host-Port", nowhere)]
+                answer = sidecar.ask("POST", COMPLETIONS, completion(), headers)
+                check_own_answer(answer, TABLE[Stage.READING, "unknown_rank"])
+            assert not [one for one in engine.requests if one.method == "POST"]
+        finally:
+            sidecar.kill()
 
 
 def test_black_holed_decode_engine() -> None:

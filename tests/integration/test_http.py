@@ -19,7 +19,7 @@ from backports import zstd
 
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import APIS, CHAT, COMPLETIONS
-from tests.integration.client import Client, chunked, request
+from tests.integration.client import Answer, Client, chunked, request
 from tests.integration.sidecar import MAX_BODY_BYTES, Rig, Sidecar, chat, completion, eventually, free_ports, quick
 
 # -- connections ---------------------------------------------------------------------------------------------
@@ -476,6 +476,39 @@ def test_data_parallel_ports() -> None:
         sidecar.stop()
         for engine in engines:
             engine.stop()
+
+
+def test_data_parallel_host_port() -> None:
+    """The deprecated header: of whichever port the request came to, the rank that it names answers."""
+    first = free_ports(2)
+    engines = [ThreadedEngine(port=first + rank) for rank in range(2)]
+    for engine in engines:
+        engine.start()
+    sidecar = Sidecar("--model-server-port", str(first), "--data-parallel-size", "2", ranks=2)
+    try:
+
+        def ask(value: str, path: str = COMPLETIONS) -> Answer:
+            body = completion() if path == COMPLETIONS else {"model": "sim", "prompt": "x"}
+            return sidecar.ask("POST", path, body, [("X-Data-Parallel-Host-Port", value)])
+
+        for engine in engines:
+            engine.requests.clear()
+        for path in (COMPLETIONS, "/tokenize"):
+            for rank in (0, 1):
+                assert ask(f"10.0.0.7:{sidecar.port + rank}", path).status == 200
+        for engine in engines:
+            posts = [one for one in engine.requests if one.method == "POST"]
+            assert [one.target for one in posts] == [COMPLETIONS, "/tokenize"]
+            assert not any(one.header("x-data-parallel-host-port") for one in posts)
+    finally:
+        sidecar.stop()
+        for engine in engines:
+            engine.stop()
+
+
+def test_data_parallel_host_port_of_a_single_rank(rig: Rig) -> None:
+    """There is nothing to choose: what other sidecars were told to ignore is ignored."""
+    assert rig.post(COMPLETIONS, completion(), [("X-Data-Parallel-Host-Port", "10.0.0.7:1")]).status == 200
 
 
 def test_listens_on_both_families(rig: Rig) -> None:

@@ -39,6 +39,7 @@ class World:
         tokens: int = 1000,
         connector: str = "nixlv2",
         block_size: int = 16,
+        rank: int = -1,
         **more: Any,
     ) -> Decision:
         body = {"prompt": [1] * tokens, **more}
@@ -46,7 +47,7 @@ class World:
             body = {"messages": [], **more}
         members = fields(json.dumps(body))
         return decide(
-            mode, CONNECTORS[connector], api, members, list(header), self.endpoints, self.rules, block_size
+            mode, CONNECTORS[connector], api, members, list(header), self.endpoints, self.rules, block_size, rank
         )
 
     def open_all(self) -> None:
@@ -159,6 +160,23 @@ def test_one_usable_endpoint_is_enough() -> None:
     next(iter(world.endpoints)).breaker.failed(0.0, at_once=True)
     assert outcome(world.decide()) == ("remote", "long")
     assert outcome(world.decide(LISTED)) == ("local", "no_usable_prefill"), "the header's word counts"
+
+
+def test_a_rank_that_brings_nothing_is_not_asked_and_the_others_are(world: World) -> None:
+    (endpoint,) = world.endpoints
+    world.endpoints.failed(endpoint, at_once=True, trial=0, rank=1)
+    decision = world.decide(rank=1)
+    assert outcome(decision) == ("local", "no_usable_prefill")
+    assert decision.detail == "rank 1 brings no KV"
+    assert decision.budgeted
+    assert outcome(world.decide(rank=0)) == outcome(world.decide()) == ("remote", "long")
+    assert world.decide(rank=0).rank == 0
+    two = World(LISTED, b"10.0.0.6:8000")
+    first, second = two.endpoints
+    two.endpoints.failed(first, at_once=True, trial=0, rank=1)
+    decision = two.decide(LISTED + b",10.0.0.6:8000", rank=1)
+    assert decision.candidates == (second,)
+    assert decision.ordered
 
 
 def test_blocked_endpoint_is_not_usable(world: World) -> None:

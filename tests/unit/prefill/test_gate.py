@@ -89,17 +89,17 @@ class World:
         self.gate.learn(endpoint)
         return endpoint
 
-    async def admit(self, endpoint: Endpoint, port: int = USUAL) -> Handoff | Rejection:
-        self.gate.admit(endpoint, handoff(endpoint.address.host, port), self.told.append)
+    async def admit(self, endpoint: Endpoint, port: int = USUAL, engine_id: str = ENGINE_ID) -> Handoff | Rejection:
+        self.gate.admit(endpoint, handoff(endpoint.address.host, port, engine_id), self.told.append)
         await asyncio.sleep(0.1)
         [result] = self.told
         self.told.clear()
         return result
 
 
-def handoff(host: str = "10.0.0.5", port: int = USUAL) -> Handoff:
+def handoff(host: str = "10.0.0.5", port: int = USUAL, engine_id: str = ENGINE_ID) -> Handoff:
     params = b'{"remote_host":"%b","remote_port":%d}' % (host.encode(), port)
-    return Handoff(params, 40, engine_id=ENGINE_ID, host=host, port=port)
+    return Handoff(params, 40, engine_id=engine_id, host=host, port=port)
 
 
 def side(host: str = "10.0.0.5", port: int = USUAL) -> SideChannel:
@@ -170,6 +170,22 @@ def test_one_good_rank_of_several_is_enough() -> None:
         assert endpoint.blocked
         world.channels.become(side(port=5600), ALIVE)
         assert endpoint.blocked == ""
+
+    run(main)
+
+
+def test_a_dead_rank_says_nothing_of_ranks_that_nobody_has_met() -> None:
+    async def main(world: World) -> None:
+        endpoint = world.endpoint()
+        world.channels.after_asking = DEAD
+        assert isinstance(await world.admit(endpoint, 5600, "engine_dp0"), Rejection)
+        assert endpoint.blocked == ""
+        assert isinstance(await world.admit(endpoint, 5601, "engine_dp1"), Rejection)
+        assert endpoint.blocked == "side_channel_dead", "all that are known are dead"
+        # Another engine, without ranks, at the same address.
+        alone = world.endpoint("10.0.0.6")
+        assert isinstance(await world.admit(alone, 5600, "engine"), Rejection)
+        assert alone.blocked == "side_channel_dead"
 
     run(main)
 
