@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from docs import dashboard, states, values_schema
-from sidecar import config
+from sidecar import compat, config
 from sidecar.admin.metrics import Counter, Gauge, Histogram
 from sidecar.admin.observer import Observer
 from sidecar.exchange import failures
@@ -45,9 +45,10 @@ def with_parts(document: Path, **parts: str) -> str:
 def outputs() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     readme, architecture = ROOT / "README.md", ROOT / "docs" / "architecture.md"
+    tables = {"flags": config.markdown(), "llm-d": compat.markdown(), "metrics": metrics_table()}
     return {
         ROOT / "docs" / "failures.md": failures.markdown(),
-        readme: with_parts(readme, flags=config.markdown(), metrics=metrics_table()),
+        readme: with_parts(readme, **tables),
         architecture: with_parts(architecture, states=states.diagram()),
         CHART / "files" / "dashboard.json": json.dumps(dashboard.dashboard(), indent=1) + "\n",
         CHART / "values.schema.json": json.dumps(values_schema.schema(), indent=2) + "\n",

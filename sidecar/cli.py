@@ -139,6 +139,7 @@ class Sidecar:
             [parse(text) for text in settings.prefill],
             allow,
             time.monotonic,
+            samples=settings.enable_prefiller_sampling == "on",
             learned=self._gate.learn if self._gate else _ignore,
             forgotten=self._forget,
         )

@@ -69,6 +69,12 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
         list[str],
         _m("targets that x-prefiller-host-port may name besides: CIDR, HOST:PORT or any (repeatable)"),
     ] = []
+    enable_prefiller_sampling: Annotated[
+        Literal["on", "off"],
+        _m(
+            "of several targets in x-prefiller-host-port any may be tried first; off: they are tried in their order"
+        ),
+    ] = "off"
     secure_serving: Annotated[
         Literal["on", "off"],
         _m("TLS on the serving port, 1.2 at least (alias --secure-proxy)"),

@@ -104,7 +104,7 @@ def decide(
     size_bytes = 0 if is_exact else prompt_bytes(api, members)
     tokens = exact_tokens(api, members) if is_exact else int(size_bytes / rules.bytes_per_token(api))
     is_short = mode is Mode.AUTO and tokens < rules.min_remote_tokens
-    ordered = candidates is not endpoints.members
+    ordered = candidates is not endpoints.members and not endpoints.samples
     of_rank = endpoints.of_rank(candidates, rank)
     if not endpoints.any_usable(of_rank):
         return _unusable(of_rank or candidates, tokens, is_short, "" if of_rank else f"rank {rank} brings no KV")

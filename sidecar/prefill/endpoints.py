@@ -108,11 +108,14 @@ class Endpoints:
         allow: AllowList,
         now: Callable[[], float],
         *,
+        samples: bool = False,
         learned: Callable[[Endpoint], None] = lambda _endpoint: None,
         forgotten: Callable[[Endpoint], None] = lambda _endpoint: None,
     ) -> None:
-        """`learned` hears of endpoints that headers or discovery bring, `forgotten` of those that nobody needs any
-        more: what was kept for them can be given back."""
+        """`samples`: the order of a header's targets means nothing. `learned` hears of endpoints that headers or
+        discovery bring, `forgotten` of those that nobody needs any more: what was kept for them can be given back.
+        """
+        self.samples = samples
         self._learned = learned
         self._forgotten = forgotten
         self._now = now

@@ -106,6 +106,14 @@ def test_a_list_is_tried_in_its_order(rig: Rig, second: ThreadedEngine) -> None:
     assert rig.chat().decision == f"remote; prefill={rig.prefill.address}"
 
 
+def test_a_list_without_an_order(rigged: Callable[..., Rig], second: ThreadedEngine) -> None:
+    """`--enable-prefiller-sampling`: whoever is named first."""
+    rig = rigged("--enable-prefiller-sampling", "on")
+    rig.target = f"{second.address},{rig.prefill.address}"
+    decisions = {rig.chat().decision for _ in range(30)}  # one side only: twice in 10^9
+    assert decisions == {f"remote; prefill={address}" for address in (second.address, rig.prefill.address)}
+
+
 @pytest.mark.parametrize(
     "fault",
     [
