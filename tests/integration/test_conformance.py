@@ -5,10 +5,11 @@ docs/conformance.md has every behaviour of the sidecar that is replaced, and the
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,7 +18,8 @@ import yaml
 
 from tests.engine import ThreadedEngine
 from tests.integration.apis import COMPLETIONS
-from tests.integration.sidecar import ROOT, Sidecar, completion, eventually, free_ports
+from tests.integration.client import Client
+from tests.integration.sidecar import ROOT, Rig, Sidecar, completion, eventually, free_ports
 from tests.kube.api import ThreadedApi
 from tests.kube.objects import pod, pool
 
@@ -141,3 +143,31 @@ def test_a_pool_in_its_place() -> None:
         by_variable = serve(stack, decode, "--enable-ssrf-protection", "--kubernetes-api", server.url)
         eventually(lambda: prefill.address in by_variable.admin("GET", "/endpoints")[1])
         assert ask(by_variable, prefill.address).decision == f"remote; prefill={prefill.address}"
+
+
+def test_every_rank_asks_the_same_list(engines: tuple[ThreadedEngine, ThreadedEngine]) -> None:
+    prefill, _ = engines
+    first = free_ports(2)
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(ThreadedEngine(port=first + rank)) for rank in range(2)]
+        flags = ("--vllm-port", str(first), "--data-parallel-size=2", f"--prefill-allow={prefill.address}")
+        sidecar = Sidecar(*flags, "--disagg", "on", ranks=2)
+        stack.callback(sidecar.stop)
+        for rank, engine in enumerate(ranks):
+            with Client(("127.0.0.1", sidecar.port + rank)) as client:
+                for target, status in ((prefill.address, 200), (f"127.0.9.2:{prefill.port}", 403)):
+                    client.request("POST", COMPLETIONS, completion(), [("x-prefiller-host-port", target)])
+                    assert client.answer("POST").status == status, (rank, target)
+            assert sum(one.method == "POST" for one in engine.requests) == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_usage_without_details_stays_without(rigged: Callable[..., Rig], streamed: bool) -> None:
+    plain = {"enable_prompt_tokens_details": False}
+    rig = rigged(prefill=plain, decode=plain)
+    more = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+    answer = rig.post(COMPLETIONS, completion(**more))
+    assert answer.decision.startswith("remote")
+    last = json.loads(answer.events[-2]) if streamed else answer.json
+    assert last["usage"]["prompt_tokens"] == 400
+    assert last["usage"].get("prompt_tokens_details") is None
