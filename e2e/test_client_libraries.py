@@ -57,7 +57,7 @@ ENGINE_FLAGS = [
 @pytest.fixture(scope="module")
 def tools_rig() -> Iterator[Rig]:
     # Its developer mode has a way to empty the prefix cache: the same call can be asked twice and be new twice.
-    env = {"VLLM_SERVER_DEV_MODE": "1"}
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     with Rig("tiny", lease_seconds=LEASE_S, extra_flags=ENGINE_FLAGS, extra_env=env) as rig:
         yield rig
 
@@ -290,6 +290,32 @@ def test_a_tools_answer_goes_back(pair: Pair, sidecar: Sidecar) -> None:
         remote = ask(sidecar, text, streamed=True, **options)
         assert pair.pulled_tokens() - before > 200
         assert object_of(remote) == object_of(local)
+
+
+def test_a_stored_response_is_decodes_alone(pair: Pair, sidecar: Sidecar) -> None:
+    """What a turn refers to exists on one engine: its prompt is prefilled remotely, the next turn's is not."""
+    with openai_client(sidecar) as client, openai_client(pair.prefill) as prefill:
+        common: dict[str, Any] = {"model": "tiny", "max_output_tokens": 16, "temperature": 0}
+        first = client.responses.create(input=prompt(300), store=True, **common)
+        assert sidecar.decisions()[0]["decision"] == "remote"
+        assert client.responses.retrieve(first.id).output_text == first.output_text
+        with pytest.raises(openai.NotFoundError):
+            prefill.responses.retrieve(first.id)
+        second = client.responses.create(input="And then?", previous_response_id=first.id, **common)
+        latest = sidecar.decisions()[0]
+        assert (latest["decision"], latest["reason"], latest["detail"]) == (
+            "local",
+            "shape",
+            "previous_response_id",
+        )
+        assert second.usage is not None
+        assert first.usage is not None
+        assert second.usage.input_tokens > first.usage.input_tokens
+        with openai_client(pair.decode) as straight:
+            again = straight.responses.create(input="And then?", previous_response_id=first.id, **common)
+        assert second.output_text == again.output_text
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(input="And then?", previous_response_id="resp_unknown", **common)
 
 
 # -- mistakes and farewells ------------------------------------------------------------------------------------

@@ -138,6 +138,25 @@ def test_what_cannot_be_split_is_the_same_anyway(pair: Pair, sidecar: Sidecar, n
     assert essence_of(through) == essence_of(ask(pair.decode, api, {**body, "cache_salt": f"straight {name}"}))
 
 
+def test_a_batch_of_chats_is_decodes_alone(pair: Pair, sidecar: Sidecar) -> None:
+    """Several prompts share no handoff; each of them gets the text that it gets by itself."""
+    batch = Api("batch", "/v1/chat/completions/batch", CHAT.body)
+    turns = [[{"role": "user", "content": prompt(120)}] for _ in range(3)]
+    body = request_body(batch, "", messages=turns)
+    computed = pair.prefill.metrics().total("vllm:prompt_tokens_total")
+    through = ask(sidecar, batch, body)
+    assert through.status == 200
+    assert pair.prefill.metrics().total("vllm:prompt_tokens_total") == computed
+    straight = ask(pair.decode, batch, {**body, "cache_salt": "straight"})
+    assert [choice["message"] for choice in through.json["choices"]] == [
+        choice["message"] for choice in straight.json["choices"]
+    ]
+    alone = [
+        text_of(ask(sidecar, CHAT, request_body(CHAT, "", messages=turn, cache_salt="alone"))) for turn in turns
+    ]
+    assert [choice["message"]["content"] for choice in through.json["choices"]] == alone
+
+
 MISTAKES: dict[str, tuple[Api, dict[str, Any]]] = {
     "a model that is not there": (COMPLETIONS, {"model": "other"}),
     "a prompt that is too long": (COMPLETIONS, {"prompt": token_ids(9000)}),

@@ -237,6 +237,7 @@ class Sidecar:
             costs=self._costs,
             index=index,
             running_now=lambda: engine.busy,
+            remote_media=settings.split_remote_media == "on",
         )
         if self._costs is not None or index is not None:
             scraper = Scraper(probe.load, rules.signals, lambda: self._live.mode is Mode.AUTO, time.monotonic)

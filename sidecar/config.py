@@ -136,6 +136,10 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     kubernetes_account: Annotated[
         str, _m("folder of the service account: token, ca.crt, namespace", min_length=1)
     ] = ACCOUNT
+    split_remote_media: Annotated[
+        Literal["on", "off"],
+        _m("prompts with media behind URLs may go remote: both engines fetch them, so they must never change"),
+    ] = "off"
     min_remote_tokens: Annotated[
         int, _m("auto: prompts of fewer tokens stay local; 0: every prompt may go remote", ge=0)
     ] = 256

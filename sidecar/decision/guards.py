@@ -90,7 +90,9 @@ def decide(
         return DISABLED
     if api is None:
         return PATH
-    if why := f"{api.name} with {connector.name}" if api.name in connector.never else keeps_local(api, members):
+    if api.name in connector.never:
+        return Decision(Kind.LOCAL, "shape", f"{api.name} with {connector.name}")
+    if why := keeps_local(api, members, remote_media=rules.remote_media):
         return Decision(Kind.LOCAL, "shape", why)
     try:
         candidates = endpoints.candidates(header)

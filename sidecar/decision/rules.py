@@ -43,9 +43,12 @@ class Rules:
         costs: Costs | None = None,
         index: PrefixLookup | None = None,
         running_now: Callable[[], int] = lambda: 0,
+        remote_media: bool = False,
     ) -> None:
-        """`running_now`: this sidecar's open decode legs."""
+        """`running_now`: this sidecar's open decode legs. `remote_media`: prompts with media behind URLs may be
+        split."""
         self.min_remote_tokens = min_remote_tokens
+        self.remote_media = remote_media
         self.signals = Signals()
         self.costs = costs
         self.index = index

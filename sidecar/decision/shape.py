@@ -28,8 +28,9 @@ class _Tool(msgspec.Struct):
     type: str = "function"
 
 
-def keeps_local(api: Api, members: Fields) -> str:
-    """Why this request cannot be split, or "". The engine, not we, refuses what is no valid request at all."""
+def keeps_local(api: Api, members: Fields, *, remote_media: bool = False) -> str:
+    """Why this request cannot be split, or "". The engine, not we, refuses what is no valid request at all.
+    `remote_media`: media behind URLs are the same whoever fetches them."""
     for name in api.never:
         value = members.get(name)
         if value is not None and bytes(value) not in (NULL, FALSE):
@@ -44,10 +45,10 @@ def keeps_local(api: Api, members: Fields) -> str:
         value = inner.get(name)
         if value is not None and bytes(value) != NULL and bytes(value) not in harmless:
             return name
-    return _prompt_keeps_local(api, members)
+    return _prompt_keeps_local(api, members, remote_media)
 
 
-def _prompt_keeps_local(api: Api, members: Fields) -> str:
+def _prompt_keeps_local(api: Api, members: Fields, remote_media: bool) -> str:
     prompt = members.get(api.prompt[0])
     if prompt is None or bytes(memoryview(prompt)[:1]) in (b"n", b"t", b"f"):
         return api.prompt[0]
@@ -55,7 +56,7 @@ def _prompt_keeps_local(api: Api, members: Fields) -> str:
         return "several prompts"
     if api is RESPONSES and _has_server_tools(members.get("tools")):
         return "tools"
-    if api.media_url and _fetches_media(api, prompt):
+    if api.media_url and not remote_media and _fetches_media(api, prompt):
         return "remote media"
     return ""
 

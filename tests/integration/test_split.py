@@ -214,6 +214,18 @@ def test_shapes_that_may_be_split(rig: Rig) -> None:
     assert answer.status == 200
 
 
+def test_media_that_never_change_may_be_split(rigged: Callable[..., Rig]) -> None:
+    """`--split-remote-media`: both engines fetch them, the body is the same on both."""
+    rig = rigged("--split-remote-media", "on")
+    image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    message = {"role": "user", "content": [{"type": "text", "text": prompt(400)}, image]}
+    answer = rig.post(CHAT, chat(messages=[message]))
+    assert answer.decision.startswith("remote")
+    (prefill,), (decode,) = rig.prefilled(), rig.decoded()
+    assert prefill.json["messages"] == decode.json["messages"] == [message]
+    assert "return_token_ids" not in prefill.json, "ids say nothing of the media"
+
+
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_other_methods_of_a_splittable_path_are_the_engines(rig: Rig, method: str) -> None:
     answer = rig.sidecar.ask(method, COMPLETIONS, headers=rig.headers())

@@ -178,6 +178,22 @@ def test_media_of_responses(part: dict[str, Any], local: bool) -> None:
     assert why(RESPONSES, input=_content(part)) == ("remote media" if local else "")
 
 
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}]}]}),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]}),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": URL}}]}]}),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_media_behind_urls_that_never_change(api: Api, body: dict[str, Any]) -> None:
+    """`--split-remote-media`; everything else keeps a request local as before."""
+    assert keeps_local(api, fields(json.dumps(body))) == "remote media"
+    assert keeps_local(api, fields(json.dumps(body)), remote_media=True) == ""
+    assert keeps_local(CHAT, fields(json.dumps({"messages": [], "n": 2})), remote_media=True) == "n"
+
+
 # -- responses -------------------------------------------------------------------------------------------------
 
 
