@@ -232,6 +232,7 @@ class Engine:
     name: str
     port: int
     side_channel_port: int  # of rank 0; rank r has this plus r
+    p2p_port: int  # the control channel of an offloading connector's P2P tier, likewise
     log_path: Path
     args: list[str]
     env: dict[str, str]
@@ -514,6 +515,7 @@ class Rig:
         flags = [*self._flags[role], *shlex.split(os.environ.get("VLLM_ENGINE_FLAGS", ""))]
         # A server with data parallelism has one side channel for each rank, on consecutive ports.
         side_channel_port = free_ports(_data_parallel_size(flags))
+        p2p_port = free_ports(_data_parallel_size(flags))
         place = self._places[role]
         host = place.host if place else HOST
         port = self._decode_ports + index if self._decode_ports and role == "decode" else free_ports()
@@ -522,6 +524,8 @@ class Rig:
             **QUIET_ENV,
             "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
+            "VLLM_P2P_SIDE_CHANNEL_HOST": HOST,
+            "VLLM_P2P_SIDE_CHANNEL_PORT": str(p2p_port),
             "TMPDIR": str(temporary),
             "VLLM_RPC_BASE_PATH": str(temporary),
             **self._env,
@@ -541,6 +545,7 @@ class Rig:
             name=name,
             port=port,
             side_channel_port=side_channel_port,
+            p2p_port=p2p_port,
             log_path=self.folder / f"{name}.log",
             args=[*self._args(role, host, port, path, plain=plain), *flags],
             env=env,

@@ -23,7 +23,7 @@ from sidecar.admin.observer import Observer
 from sidecar.admin.switch import File, Switch
 from sidecar.background import Background
 from sidecar.connectors import CONNECTORS
-from sidecar.connectors.connector import Handoff
+from sidecar.connectors.connector import Channel, Handoff
 from sidecar.decision.cost import Costs
 from sidecar.decision.guards import Mode
 from sidecar.decision.rules import Rules
@@ -38,6 +38,8 @@ from sidecar.prefill.discovery.make import make_source
 from sidecar.prefill.endpoints import Endpoint, Endpoints
 from sidecar.prefill.facts import FactsKeeper
 from sidecar.prefill.gate import Gate
+from sidecar.prefill.p2p import P2PGate
+from sidecar.prefill.p2p import alive as p2p_alive
 from sidecar.prefill.probe import Access, EngineProbe
 from sidecar.prefill.warmup import WarmUp
 from sidecar.prefill.watch import Watch
@@ -131,7 +133,7 @@ class Sidecar:
         self._background = Background()
         allow = AllowList(settings.prefill_allow)
         self._gate: Gate | None = None
-        if settings.nixl_relay == "on" and CONNECTORS[settings.kv_connector].hands_off:
+        if settings.nixl_relay == "on" and CONNECTORS[settings.kv_connector].channel is Channel.NIXL:
             self._gate = Gate(self._background, settings.prefill_side_channel_port)
         self._channels: SideChannels | None = None
         self._warm_up: WarmUp | None = None
@@ -275,18 +277,21 @@ class Sidecar:
             connect_timeout_s=ENGINE_CONNECT_TIMEOUT_S,
             idle_timeout_s=settings.engine_idle_timeout,
         )
+        connector = CONNECTORS[settings.kv_connector]
+        p2p = P2PGate(self._background, _local_p2p(settings, rank), settings.prefill_connect_timeout)
         service = Service(
             loop=self._loop,
             settings=settings,
             live=self._live,
-            connector=CONNECTORS[settings.kv_connector],
+            connector=connector,
             endpoints=self._endpoints,
             budget=self._budget,
             engine=engine,
             prefill_pool=self._prefill_pool,
             observer=self._observer,
             watch=watch,
-            gate=self._gate,
+            gate=p2p if connector.channel is Channel.P2P else self._gate,
+            p2p=p2p if settings.enable_p2p_pull == "on" else None,
             rules=self._make_rules(rank, probe, engine),
             tracer=self._tracer,
             by_port=self._services,
@@ -429,9 +434,11 @@ class Sidecar:
 
     async def _prefill_alive(self, endpoint: Endpoint, handoff: Handoff | None, timeout_s: float) -> str:
         problem = await self._prefill_probe(endpoint).healthy(timeout_s)
-        if problem or handoff is None or self._gate is None:
+        if problem or handoff is None:
             return problem
-        return await self._gate.alive(handoff, timeout_s)
+        if CONNECTORS[self.settings.kv_connector].channel is Channel.P2P:
+            return await p2p_alive(handoff, timeout_s)
+        return await self._gate.alive(handoff, timeout_s) if self._gate is not None else ""
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -494,6 +501,15 @@ def _local_side_channel(settings: config.Settings) -> SideChannel:
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or settings.model_server_host
     port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "")
     return SideChannel(host, int(port) if port.isdigit() else 5600)
+
+
+def _local_p2p(settings: config.Settings, rank: int) -> Address | None:
+    """Where the local engine's own P2P channel is, if anyone says it."""
+    if settings.local_p2p:
+        address = parse(settings.local_p2p)
+        return Address(address.host, address.port + rank)
+    host, port = (os.environ.get(f"VLLM_P2P_SIDE_CHANNEL_{name}", "") for name in ("HOST", "PORT"))
+    return Address(host, int(port) + rank) if host and port.isdigit() else None
 
 
 __all__ = ["Sidecar", "main"]

@@ -37,14 +37,13 @@ _TLS = {
 SAME = (
     *("port", "model-server-port", "vllm-port", "data-parallel-size", "kv-connector", "enable-prefiller-sampling"),
     *("enable-tls", "tls-insecure-skip-verify", "secure-serving", "secure-proxy", "cert-path"),
-    *("pool-group", "metrics-port", "tracing"),
+    *("pool-group", "metrics-port", "tracing", "enable-p2p-pull", "p2p-connector-port"),
 )
 """Theirs that mean the same here."""
 
 _BOOLEANS = {
     "enable-ssrf-protection": "it cannot be switched off here; --prefill-allow any admits every target",
     "enable-speculative-prefill": "no turn is prefilled before it is asked for",
-    "enable-p2p-pull": "there is no P2P tier here; x-kv-cache-source-host-port is read and not used",
 }
 """Theirs that are either true or false, and what is said if they ask for what there is not."""
 
@@ -52,7 +51,6 @@ _VALUES = {
     "prefill-retry-backoff": "the next prefill endpoint is tried at once, a failing one left alone by its breaker",
     "max-idle-conns-per-host": "connections are pooled without a limit and closed after --engine-idle-timeout",
     "mooncake-bootstrap-port": "there is no mooncake connector here",
-    "p2p-connector-port": "there is no P2P tier here",
     "decode-chunk-size": "an answer is streamed as the engine streams it",
     "ec-connector": "there is no encoder stage here",
     "tls-min-version": "it is TLS 1.2",

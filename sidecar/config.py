@@ -62,7 +62,10 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     ] = "auto"
     kv_connector: Annotated[
         str,
-        _m("how the engines move KV: nixlv2 (pull), nixl-push, a store of both (shared-storage, lmcache) or none"),
+        _m(
+            "how the engines move KV: nixlv2 (pull), nixl-push, offloading (P2P tier), "
+            "a store of both (shared-storage, lmcache) or none"
+        ),
     ] = "nixlv2"
     prefill: Annotated[list[str], _m("static prefill endpoint HOST:PORT (repeatable)")] = []
     prefill_allow: Annotated[
@@ -200,6 +203,20 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
         _m(
             "HOST:PORT of the decode engine's own side channel; "
             "empty: VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, else the engine's host and 5600"
+        ),
+    ] = ""
+    p2p_connector_port: Annotated[
+        int, _m("control port of the P2P tier of prefill engines; rank r on port + r", ge=1, le=65280)
+    ] = 7777
+    enable_p2p_pull: Annotated[
+        Literal["on", "off"],
+        _m("whichever engine computes may fetch a prefix from the peer that x-kv-cache-source-host-port names"),
+    ] = "off"
+    local_p2p: Annotated[
+        str,
+        _m(
+            "HOST:PORT of the decode engine's own P2P tier, rank r on port + r; empty: VLLM_P2P_SIDE_CHANNEL_HOST "
+            "and _PORT, else it is not asked"
         ),
     ] = ""
     tokenize_once: Annotated[
@@ -452,6 +469,7 @@ def _problems(name: str, value: Any) -> list[str]:
         "prefill": parse,
         "prefill-allow": lambda entry: AllowList([entry]),
         "local-side-channel": parse,
+        "local-p2p": parse,
         "model-server-host": canonical_host,
         "host": canonical_host,
         "discovery": parse_spec,

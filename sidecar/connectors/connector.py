@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import msgspec
 
@@ -15,6 +16,19 @@ class EngineFacts(msgspec.Struct, frozen=True):
     """Tokens per block."""
     num_blocks: int = 0
     engine_id: str = ""
+    ranks: int = 0
+    """Data-parallel ranks behind one HTTP port."""
+
+
+class Channel(StrEnum):
+    """What the engines settle a transfer on."""
+
+    NONE = "none"
+    """Nothing crosses: both know the same store."""
+    NIXL = "nixl"
+    """The NIXL connectors' side channel; the prefill answer says where it is."""
+    P2P = "p2p"
+    """The control channel of the offloading connector's P2P tier, at a port that is known beforehand."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -25,6 +39,11 @@ class Source(msgspec.Struct, frozen=True):
     facts: EngineFacts = EngineFacts()
     fallback_block_size: int = 0
     """The local engine's block size: pairs that differ are rare, and a guess is better than none."""
+    transfer_id: str = ""
+    """What the prefill leg was told to call this transfer."""
+    channel_host: str = ""
+    channel_port: int = 0
+    """Where the prefill engine's control channel is, for connectors whose answers do not say it."""
 
 
 class Handoff(msgspec.Struct, frozen=True):
@@ -123,14 +142,13 @@ class Connector:
     name: str
     splits: bool
     """False: no request is ever split."""
-    hands_off: bool
-    """A handoff crosses, from one engine to the other: there is a side channel to check, and blocks to count."""
+    channel: Channel
     releases: bool
     """Blocks of a handoff that is not used can be given back before their lease ends."""
     never: frozenset[str]
     """APIs whose requests are not split, by name."""
-    prefill_params: bytes
-    """JSON for `kv_transfer_params` of the prefill leg; b"": none."""
+    prefill_params: Callable[[str], bytes]
+    """JSON for `kv_transfer_params` of the prefill leg, by the name of the transfer; b"": none."""
     read: Callable[[PrefillAnswer, Source], "Handoff | Rejection"]
     """The handoff of a prefill answer, checked against where it came from. No I/O; at most microseconds."""
     fits: Callable[[Handoff, EngineFacts, int], Rejection | None]
@@ -138,3 +156,13 @@ class Connector:
     engine's block size. Asked again once the side channel has told more."""
     decode_params: Callable[[Handoff], bytes]
     """JSON for `kv_transfer_params` of the decode leg."""
+
+    @property
+    def hands_off(self) -> bool:
+        """A handoff crosses, from one engine to the other: there is a channel to check, and blocks to count."""
+        return self.channel is not Channel.NONE
+
+    @property
+    def names_transfers(self) -> bool:
+        """Both legs carry a name that is made up here, and the prefill answer holds nothing."""
+        return self.channel is Channel.P2P

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sidecar.connectors.connector import Connector, EngineFacts, Handoff, PrefillAnswer, Rejection, Source
+from sidecar.connectors.connector import Channel, Connector, EngineFacts, Handoff, PrefillAnswer, Rejection, Source
 from sidecar.prefill.address import BadAddress, canonical_host
 
 _Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[^,\s\x00-\x1f]+\Z")]
@@ -152,10 +152,10 @@ _PREFILL_PARAMS = (
 NIXLV2 = Connector(
     name="nixlv2",
     splits=True,
-    hands_off=True,
+    channel=Channel.NIXL,
     releases=True,
     never=frozenset(),
-    prefill_params=_PREFILL_PARAMS,
+    prefill_params=lambda _name: _PREFILL_PARAMS,
     read=_read_pull,
     fits=_fits,
     decode_params=Handoff.with_token_ids,
@@ -164,11 +164,11 @@ NIXLV2 = Connector(
 NIXL_PUSH = Connector(
     name="nixl-push",
     splits=True,
-    hands_off=True,
+    channel=Channel.NIXL,
     releases=False,  # a refused request tells the prefill engine nothing (tried on vLLM 0.32)
     # Prefill finds its decode by the request id, and here each engine makes one of its own: decode waits for ever.
     never=frozenset({"responses"}),
-    prefill_params=_PREFILL_PARAMS,
+    prefill_params=lambda _name: _PREFILL_PARAMS,
     read=_read_push,
     fits=_fits,
     decode_params=Handoff.with_token_ids,

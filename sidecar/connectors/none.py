@@ -1,6 +1,6 @@
 """No KV connector: every request is decoded where it arrives."""
 
-from sidecar.connectors.connector import Connector, Handoff, PrefillAnswer, Rejection, Source
+from sidecar.connectors.connector import Channel, Connector, Handoff, PrefillAnswer, Rejection, Source
 
 
 def _read(_answer: PrefillAnswer, _source: Source) -> Handoff | Rejection:
@@ -10,10 +10,10 @@ def _read(_answer: PrefillAnswer, _source: Source) -> Handoff | Rejection:
 NONE = Connector(
     name="none",
     splits=False,
-    hands_off=False,
+    channel=Channel.NONE,
     releases=False,
     never=frozenset(),
-    prefill_params=b"{}",
+    prefill_params=lambda _name: b"{}",
     read=_read,
     fits=lambda *_: None,
     decode_params=lambda handoff: handoff.params,

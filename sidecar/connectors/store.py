@@ -4,7 +4,7 @@ Prefill first is the only order there is: vLLM 0.32 reads no `cache_hit_threshol
 and say that it misses too much. Whether it found anything only its own metrics tell (prompt_tokens_by_source).
 """
 
-from sidecar.connectors.connector import Connector, Handoff, PrefillAnswer, Rejection, Source
+from sidecar.connectors.connector import Channel, Connector, Handoff, PrefillAnswer, Rejection, Source
 
 
 def _read(answer: PrefillAnswer, _source: Source) -> Handoff | Rejection:
@@ -18,10 +18,10 @@ def _store(name: str) -> Connector:
     return Connector(
         name=name,
         splits=True,
-        hands_off=False,
+        channel=Channel.NONE,
         releases=False,
         never=frozenset(),
-        prefill_params=b"",
+        prefill_params=lambda _name: b"",
         read=_read,
         fits=lambda *_: None,
         decode_params=lambda handoff: handoff.params,

@@ -37,12 +37,12 @@ def read_body(request: Request, api: Api | None, max_bytes: int) -> tuple[Buffer
     return (body, members) if cleaned is None else (cleaned, fields(cleaned))
 
 
-def to_prefill(request: Request, label: str, body: bytes, trace: bytes) -> Parts:
-    """The prefill leg's request; `label` is the endpoint's address, `trace` the header lines of a span."""
+def to_prefill(request: Request, label: str, body: bytes, lines: bytes) -> Parts:
+    """The prefill leg's request; `label` is the endpoint's address, `lines` are header lines of our own."""
     head = b"POST %b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
         request.target,
         request.prefill_block(label.encode()),
-        trace,
+        lines,
         len(body),
     )
     return head, body

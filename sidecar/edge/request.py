@@ -48,6 +48,7 @@ _READ = frozenset(
         b"upgrade",
         b"x-data-parallel-host-port",
         b"x-data-parallel-rank",
+        b"x-kv-cache-source-host-port",
         b"x-prefiller-host-port",
         b"x-request-id",
     }
@@ -193,6 +194,12 @@ class Request:
             given = self.read.get(b"x-request-id", (b"",))[0]
             self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         return self.request_id
+
+    @property
+    def rank(self) -> int:
+        """The data-parallel rank that the client asks for, -1: none."""
+        values = self.values(b"x-data-parallel-rank")
+        return int(values[0]) if values and values[0].isdigit() and len(values[0]) < 6 else -1
 
     # -- header blocks for the legs --
 

@@ -22,12 +22,14 @@ from sidecar.edge.messages import read_body, to_client, to_decode, to_prefill
 from sidecar.edge.release import Release
 from sidecar.edge.request import Request
 from sidecar.edge.service import Service, Times
+from sidecar.edge.source import fetching, kv_source
 from sidecar.edge.tunnel import join
 from sidecar.exchange import life
 from sidecar.exchange.apis import APIS, Api
 from sidecar.exchange.failures import TABLE, Row, Stage
 from sidecar.exchange.peek import FirstEvents
 from sidecar.exchange.splice import Fields, NotAnObject, prefill_body
+from sidecar.prefill.address import Address
 from sidecar.prefill.ranks import rank_of_header
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class Runner:
         "_leg",
         "_members",
         "_refusal",
+        "_source",
         "_status",
         "_timer",
         "_times",
@@ -81,6 +84,8 @@ class Runner:
         """Prompt tokens of this request that the decode engine computes at present."""
         self._status = 0
         self._refusal: Row | None = None
+        self._source: Address | None = None
+        """P2P channel of a peer from which a leg that computes may fetch a prefix."""
         self._trace = service.tracer.begin(request) if service.tracer is not None else None
         self._finished = False
         self._client_left = False
@@ -127,8 +132,20 @@ class Runner:
             lease_s=settings.handoff_max_age,
             on_attempt=service.observer.prefill_attempt,
             wants_token_ids=decision.kind is Kind.REMOTE and self._wants_token_ids(),
+            channel_port=settings.p2p_connector_port,
+            client_rank=request.rank if service.connector.names_transfers else -1,
         )
-        self._do(self._exchange.start())
+        source = kv_source(service, request) if self.api is not None else None
+        if source is None or service.p2p is None or decision.kind is Kind.REFUSED:
+            self._do(self._exchange.start())
+        else:
+            service.p2p.reach(source, partial(self._source_reached, source))
+
+    def _source_reached(self, source: Address, is_there: bool) -> None:
+        assert self._exchange is not None
+        if not self._finished:
+            self._source = source if is_there else None
+            self._do(self._exchange.start())
 
     def body_piece(self, data: bytes) -> None:
         """A piece of a streamed request body."""
@@ -188,14 +205,15 @@ class Runner:
             self._timer = loop.call_later(max(left_s, 0.0), self._prefill_timed_out)
         assert self.api is not None
         assert self._exchange is not None
-        body = prefill_body(
-            self.api,
-            self._members,
-            service.connector.prefill_params,
-            wants_token_ids=self._exchange.wants_token_ids,
-        )
-        trace = self._trace.for_prefill() if self._trace is not None else b""
-        parts = to_prefill(self.request, endpoint.label, body, trace)
+        exchange, source = self._exchange, self._source
+        params = service.connector.prefill_params(exchange.transfer_id)
+        if source is not None and source.host not in endpoint.hosts:  # an engine cannot fetch from itself
+            params = fetching(params, source)
+        body = prefill_body(self.api, self._members, params, wants_token_ids=exchange.wants_token_ids)
+        lines = self._trace.for_prefill() if self._trace is not None else b""
+        if exchange.prefill_rank >= 0:
+            lines += b"x-data-parallel-rank: %d\r\n" % exchange.prefill_rank
+        parts = to_prefill(self.request, endpoint.label, body, lines)
         # A frozen engine would keep the request for the whole of --prefill-timeout.
         self._unwatch = service.watch.watch(endpoint, None, self._peer_silent)
         self._start_leg(PrefillLeg(self, parts), service.prefill_pool(endpoint))
@@ -223,7 +241,11 @@ class Runner:
         handoff = command.handoff
         if handoff is None:
             self._begin_here()
-        params = service.connector.decode_params(handoff) if handoff is not None else None
+        params: bytes | None = None
+        if handoff is not None:
+            params = service.connector.decode_params(handoff)
+        elif self._source is not None:
+            params = fetching(b"", self._source)
         trace = self._trace.for_decode() if self._trace is not None else b""
         parts = to_decode(request, self._body, params, trace, with_id=self.api is not None)
         leg = DecodeLeg(self, parts, handoff, streams_body=request.is_streamed)

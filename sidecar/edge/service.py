@@ -16,6 +16,7 @@ from sidecar.exchange.apis import Api
 from sidecar.exchange.budget import Budget
 from sidecar.exchange.failures import Row
 from sidecar.exchange.life import Exchange
+from sidecar.prefill.address import Address
 from sidecar.prefill.endpoints import Endpoint, Endpoints
 from sidecar.tracing.context import Trace
 
@@ -110,6 +111,13 @@ class HandoffGate(Protocol):
         """Calls `admitted`, at once or soon, with the handoff as the local engine may have it."""
 
 
+class SourceGate(Protocol):
+    """Knows whether the engines may fetch blocks from a peer."""
+
+    def reach(self, source: Address, reached: Callable[[bool], None]) -> None:
+        """Calls `reached`, soon, with whether it answers."""
+
+
 @dataclass(slots=True)
 class Service:
     """One serving port (one rank)."""
@@ -127,6 +135,8 @@ class Service:
     gate: HandoffGate | None
     """None: handoffs are passed on with the address that the prefill engine gave."""
     rules: Rules
+    p2p: SourceGate | None = None
+    """None: nothing is fetched from peers that a header names."""
     tracer: Tracer | None = None
     """None: tracing is off."""
     by_port: dict[int, "Service"] = field(default_factory=dict)

@@ -135,6 +135,13 @@ ROWS: tuple[Row, ...] = (
     Row(_H, "unverifiable", Then.POLICY, 502, "the block size is unknown: neither engine's /metrics tells it"),
     Row(_H, "expired", Then.NEXT, 504, "the handoff is as old as the lease of its blocks"),
     Row(_H, "side_channel_dead", Then.NEXT, 502, "the prefill engine's side channel is silent", blames=True),
+    Row(
+        _H,
+        "own_channel_dead",
+        Then.POLICY,
+        502,
+        "the decode engine's own P2P control channel is silent: it has to be restarted",
+    ),
     Row(_H, "incompatible", Then.NEXT, 502, "the two engines can never transfer KV", blames=True),
     Row(_H, "refused", Then.ANSWER, 503, "the decode engine is not there", retry_after_s=2),
     Row(_H, "unreachable", Then.ANSWER, 503, "the decode engine accepts no connection", retry_after_s=2),

@@ -5,6 +5,7 @@ fault leads to is looked up in the failure table; the machine adds only bookkeep
 what is reserved, and that a handoff is used once. `close` gives back whatever is still held, however it ended.
 """
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -114,8 +115,10 @@ class Exchange:
         "_attempts_left",
         "_block_size",
         "_budget",
+        "_channel_port",
         "_checked",
         "_client_left",
+        "_client_rank",
         "_connector",
         "_endpoints",
         "_handoff_born",
@@ -140,9 +143,11 @@ class Exchange:
         "prefill_ahead",
         "prefill_cached_tokens",
         "prefill_endpoint",
+        "prefill_rank",
         "prompt_tokens",
         "reason",
         "stage",
+        "transfer_id",
         "wants_token_ids",
         "what",
     )
@@ -160,10 +165,13 @@ class Exchange:
         lease_s: float,
         on_attempt: Callable[[str], None],
         wants_token_ids: bool = False,
+        channel_port: int = 0,
+        client_rank: int = -1,
     ) -> None:
         """`now` is a monotonic clock; `lease_s` is how old a handoff may get; `on_attempt` hears the outcome of
         each prefill attempt; `wants_token_ids`: the prefill leg asks for the prompt's token ids, for the decode
-        leg."""
+        leg; `channel_port`: where rank 0 of a prefill engine has its control channel; `client_rank`: the
+        data-parallel rank that the client asks for, -1: none."""
         self.decision = decision
         self.what = decision.kind
         """What became of the request so far."""
@@ -183,6 +191,10 @@ class Exchange:
         """Of which it had the KV, as far as it says."""
         self.prefill_ahead = 0
         """Prompt tokens that were under way at the endpoint when the last prefill leg started."""
+        self.transfer_id = ""
+        """What the two legs of the present attempt call their transfer, where the connector has them name it."""
+        self.prefill_rank = -1
+        """The data-parallel rank that the prefill leg has to be pinned to, -1: none."""
         self.is_event_stream = False
         """The decode engine streams its answer."""
         self.on_attempt = on_attempt
@@ -193,6 +205,8 @@ class Exchange:
         self._attempts_left = attempts
         self._recompute_on_failure = recompute
         self._lease_s = lease_s
+        self._channel_port = channel_port
+        self._client_rank = client_rank
         self._tried: list[Endpoint] = []
         self.wants_token_ids = wants_token_ids
         self._prefilling = False
@@ -242,7 +256,15 @@ class Exchange:
             answer = _decode_answer(body)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             return self._no_kv(Rejection("invalid", f"the prefill answer: {str(error).splitlines()[0][:200]}"))
-        source = Source(endpoint.hosts, endpoint.facts, block_size)
+        rank = max(self._client_rank if self._client_rank >= 0 else self.prefill_rank, 0)
+        source = Source(
+            endpoint.hosts,
+            endpoint.facts,
+            block_size,
+            self.transfer_id,
+            endpoint.peer_host or endpoint.address.host,
+            self._channel_port + rank,
+        )
         result = self._connector.read(answer, source)
         if isinstance(result, Rejection):
             return self._no_kv(result)
@@ -272,6 +294,8 @@ class Exchange:
         """The side channel's word on the handoff."""
         self._checked = True
         if isinstance(result, Rejection):
+            if not TABLE[Stage.HANDOFF, result.fault].blames:
+                self._endpoints.brought_no_kv()
             self._strand()
             return CLOSE if self._client_left else self.fault(result.fault, result.detail)
         endpoint = self.prefill_endpoint
@@ -425,6 +449,9 @@ class Exchange:
         self._prefilling = self._holds_endpoint = True
         self.prefill_ahead = endpoint.tokens_in_flight
         self._trial = self._endpoints.begin(endpoint, decision.estimated_tokens)
+        if self._connector.names_transfers:
+            self.transfer_id = secrets.token_hex(16)  # whoever can guess it could have the blocks
+            self.prefill_rank = -1 if self._client_rank >= 0 else endpoint.next_rank()
         return Prefill(endpoint)
 
     def _end_prefill(self, outcome: str) -> Endpoint:

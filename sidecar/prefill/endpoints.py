@@ -52,6 +52,7 @@ class Endpoint:
     configured: bool
     discovered: bool = False
     label: str = ""
+    last_rank: int = -1
     in_flight: int = 0
     tokens_in_flight: int = 0
     """Prompt tokens of the prefill legs that are under way, as estimated."""
@@ -84,6 +85,13 @@ class Endpoint:
     def admits(self, now: float) -> bool:
         """Whether a prefill may be sent here."""
         return not self.blocked and not self.leaving and self.breaker.admits(now)
+
+    def next_rank(self) -> int:
+        """The data-parallel rank for a transfer whose handoff must know it; each in turn, -1 where there is one."""
+        if self.facts.ranks < 2:
+            return -1
+        self.last_rank = (self.last_rank + 1) % self.facts.ranks
+        return self.last_rank
 
     @property
     def load(self) -> tuple[int, int]:
@@ -338,6 +346,10 @@ class Endpoints:
             return candidates
         now = self._now()
         return [one for one in candidates if one.ranks.admits(rank, now)]
+
+    def admits_host(self, host: str, port: int) -> bool:
+        """Whether an engine on this host may be contacted: it prefills for us, or the allow list names it."""
+        return self._allow.admits(Address(host, port)) or any(one.host == host for one in self._known)
 
     def any_usable(self, candidates: Sequence[Endpoint]) -> bool:
         now = self._now()

@@ -100,7 +100,7 @@ class Gate:
         if isinstance(state, Known) and state.description.geometry is not None:
             geometry = state.description.geometry
             endpoint.facts = EngineFacts(
-                geometry.logical_block_size, geometry.logical_blocks, state.engine_id or ""
+                geometry.logical_block_size, geometry.logical_blocks, state.engine_id or "", endpoint.facts.ranks
             )
         was = endpoint.blocked
         endpoint.blocked = self._blocked(endpoint)

@@ -112,9 +112,13 @@ def _problem(error: Exception) -> str:
 
 def parse_facts(metrics: str) -> EngineFacts:
     """The facts in a Prometheus text exposition of vLLM."""
-    found = _CACHE_CONFIG.search(metrics)
-    labels = dict(_LABEL.findall(found.group(1))) if found else {}
-    return EngineFacts(block_size=_int(labels.get("block_size")), num_blocks=_int(labels.get("num_gpu_blocks")))
+    ranks = [dict(_LABEL.findall(labels)) for labels in _CACHE_CONFIG.findall(metrics)]
+    labels = ranks[0] if ranks else {}
+    return EngineFacts(
+        block_size=_int(labels.get("block_size")),
+        num_blocks=_int(labels.get("num_gpu_blocks")),
+        ranks=len({one["engine"] for one in ranks if "engine" in one}),
+    )
 
 
 def _int(text: str | None) -> int:

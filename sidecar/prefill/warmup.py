@@ -138,7 +138,7 @@ class WarmUp:
 
     async def _connect(self, endpoint: Endpoint, engine_url: str) -> str:
         body = b'{"prompt":[%b],"max_tokens":1,"ignore_eos":true' % b",".join([b"1"] * PROMPT_TOKENS)
-        params = self._connector.prefill_params
+        params = self._connector.prefill_params("")
         url = self._prefill_access.url(endpoint.label) + "/v1/completions"
         async with self._post(self._session, self._prefill_access, url, body, params) as response:
             if response.status != 200:

@@ -167,6 +167,20 @@ def test_without_dns_and_extras_prefill_pods_reach_nobody() -> None:
     assert "Egress" in policy["spec"]["policyTypes"]
 
 
+def test_engines_with_a_p2p_tier_dial_each_other_back() -> None:
+    values = {"sidecar.settings.kv-connector": "offloading", "engine.kvTransferExtra.cpu_bytes_to_use": 1 << 30}
+    documents = with_values(values | {"networkPolicy.enabled": True, "sidecar.settings.discovery": "none"})
+    decode, prefill = (
+        ("space", one(documents, "Deployment", role)["spec"]["template"]["metadata"]["labels"])
+        for role in ("decode", "prefill")
+    )
+    for port, expected in ((7777, True), (7778, False), (5601, False)):
+        assert allowed(documents, decode, prefill, port) is expected
+        assert allowed(documents, prefill, decode, port) is expected
+    assert not allowed(documents, prefill, decode, 8200)
+    assert not allowed(documents, STRANGER, decode, 7777)
+
+
 def test_engines_keep_to_the_ports_that_the_policy_opens() -> None:
     for role in ("decode", "prefill"):
         engine = container(pod_spec(workload(rendered("gpu-rdma"), role)), "vllm")

@@ -209,8 +209,37 @@ def test_every_connector_has_its_counterpart() -> None:
             assert "engine.kvConnector is needed" in done.stderr
             done = with_values_raw(values | {"engine.kvConnector": "ExampleConnector"})
             assert "ExampleConnector" in done.stdout
+        if name == "offloading":  # it has no size of its own
+            assert "engine.kvTransferExtra.cpu_bytes_to_use is needed" in done.stderr
+            done = with_values_raw(values | {"engine.kvTransferExtra.cpu_bytes_to_use": 1 << 30})
         assert done.returncode == 0, done.stderr
         assert ("--kv-transfer-config" in done.stdout) is connector.splits
+
+
+def test_engines_with_a_p2p_tier() -> None:
+    """Each dials the other back by the address that it gives: the pod's own, where the sidecar asks it too."""
+    values = {"sidecar.settings.kv-connector": "offloading", "sidecar.settings.p2p-connector-port": 7000}
+    documents = with_values(values | {"engine.kvTransferExtra.cpu_bytes_to_use": 1 << 30})
+    for role in ("decode", "prefill"):
+        engine = container(pod_spec(one(documents, "Deployment", role)), "vllm")
+        found = json.loads(_argument(engine, "kv-transfer-config") or "")
+        assert found == {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "TieringOffloadingSpec",
+                "secondary_tiers": [{"type": "p2p"}],
+                "cpu_bytes_to_use": 1 << 30,
+            },
+        }
+        assert _p2p(engine) == {"VLLM_P2P_SIDE_CHANNEL_HOST": "$(POD_IP)", "VLLM_P2P_SIDE_CHANNEL_PORT": "7000"}
+    assert _p2p(sidecars(documents)[0])
+    assert not _p2p(sidecars(with_values({}))[0])
+    assert _p2p(sidecars(with_values({"sidecar.settings.enable-p2p-pull": True}))[0])
+
+
+def _p2p(container: Any) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in container["env"] if "_P2P_" in one["name"]}
 
 
 def test_lease_of_engines_and_sidecar_is_one() -> None:

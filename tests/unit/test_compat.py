@@ -39,7 +39,8 @@ from sidecar.config import load
         ("--metrics-port 9091", "--metrics-port=9091"),
         ("--enable-ssrf-protection", ""),
         ("--enable-ssrf-protection=true", ""),
-        ("--enable-p2p-pull=false --enable-speculative-prefill=false", ""),
+        ("--enable-p2p-pull=false --enable-speculative-prefill=false", "--enable-p2p-pull=off"),
+        ("--enable-p2p-pull --p2p-connector-port=7777", "--enable-p2p-pull=on --p2p-connector-port=7777"),
         # Ours pass as they are.
         ("--disagg on --prefill a:1 --prefill b:2", "--disagg on --prefill a:1 --prefill b:2"),
         ("--prefill-allow -1", "--prefill-allow -1"),
@@ -54,8 +55,8 @@ def test_in_our_terms(theirs: str, ours: str) -> None:
     "theirs",
     [
         *("--zap-log-level=debug", "-v=5", "-v 5", "--v 5", "--max-idle-conns-per-host=100"),
-        *("--prefill-retry-backoff 50ms", "--mooncake-bootstrap-port=8998", "--p2p-connector-port 7777"),
-        *("--enable-p2p-pull", "--enable-speculative-prefill=true", "--enable-ssrf-protection=false"),
+        *("--prefill-retry-backoff 50ms", "--mooncake-bootstrap-port=8998"),
+        *("--enable-speculative-prefill=true", "--enable-ssrf-protection=false"),
         *("--ec-connector=ec-nixl", "--tls-min-version VersionTLS13", "--tls-cipher-suites=X,Y"),
         *("--metrics-cert-dir=/x", "--metrics-port=0", "--metrics-port 0", "--enable-tls=encoder"),
         *("--moriio-write-mode", "--moriio-tp-size=2", "--moriio-remote-hosts a,b", "--decode-chunk-size=64"),
@@ -96,8 +97,9 @@ def test_variables_of_theirs(variables: dict[str, str], given: str, meant: str) 
 
 
 def test_ports_of_theirs_by_variables() -> None:
-    _, notes = translated([], {"MOONCAKE_BOOTSTRAP_PORT": "8998", "P2P_CONNECTOR_PORT": "7777"})
-    assert len(notes) == 2
+    flags, notes = translated([], {"MOONCAKE_BOOTSTRAP_PORT": "8998", "P2P_CONNECTOR_PORT": "7778"})
+    assert len(notes) == 1
+    assert load(flags, {})[0].p2p_connector_port == 7778
 
 
 def test_configuration_in_yaml(tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_the_table_names_every_flag() -> None:
     table = markdown()
     for name in (*SAME, *RENAMED, "prefill-max-retries", "inference-pool", "configuration", "prefiller-use-tls"):
         assert table.count(f"\n| `--{name}` |") == 1, name
-    for name in ("enable-p2p-pull", "ec-connector", "max-idle-conns-per-host"):
+    for name in ("enable-speculative-prefill", "ec-connector", "max-idle-conns-per-host"):
         assert f"| `--{name}` | a warning: " in table
 
 

@@ -20,15 +20,22 @@ readers; and 15 s for processes to end. Less would cut streams with SIGKILL. */}
 {{/* vLLM's connector for the sidecar's. Both sides of a store read and write; with NIXL each has its part. */}}
 {{- define "pd-sidecar.kv-transfer-config" -}}
 {{- $ours := toString (default "nixlv2" (get .root.Values.sidecar.settings "kv-connector")) }}
-{{- $known := dict "nixlv2" "NixlConnector" "nixl-push" "NixlPushConnector" "lmcache" "LMCacheConnectorV1" }}
+{{- $known := dict "nixlv2" "NixlConnector" "nixl-push" "NixlPushConnector" "lmcache" "LMCacheConnectorV1" "offloading" "OffloadingConnector" }}
 {{- $theirs := default (get $known $ours) .root.Values.engine.kvConnector }}
 {{- if not $theirs }}
 {{- fail (printf "engine.kvConnector is needed: vLLM's connector for sidecar.settings.kv-connector %s" $ours) }}
 {{- end }}
 {{- $role := ternary (ternary "kv_consumer" "kv_producer" (eq .role "decode")) "kv_both" (hasPrefix "nixl" $ours) }}
 {{- $extra := .root.Values.engine.kvTransferExtra }}
+{{- if eq $ours "offloading" }}
+{{- if not (get $extra "cpu_bytes_to_use") }}
+{{- fail "engine.kvTransferExtra.cpu_bytes_to_use is needed: memory of the tier that offloading keeps blocks in" }}
+{{- end }}
+{{- $extra = mergeOverwrite (dict "spec_name" "TieringOffloadingSpec" "secondary_tiers" (list (dict "type" "p2p"))) $extra }}
+{{- else }}
 {{- with get .root.Values.sidecar.settings "kv-lease" }}
 {{- $extra = mergeOverwrite (dict "kv_lease_duration" .) $extra }}
+{{- end }}
 {{- end }}
 {{- $config := dict "kv_connector" $theirs "kv_role" (default $role (index .root.Values .role).kvRole) }}
 {{- if $extra }}{{ $_ := set $config "kv_connector_extra_config" $extra }}{{ end }}

@@ -31,6 +31,19 @@ and prefill.enabled off, puts it into a pod of its own:
   value: $(POD_IP)
 - name: VLLM_NIXL_SIDE_CHANNEL_PORT
   value: {{ .Values.sidecar.settings | dig "prefill-side-channel-port" 5600 | int | quote }}
+{{- if include "pd-sidecar.uses-p2p" . }}
+- name: VLLM_P2P_SIDE_CHANNEL_HOST
+  value: $(POD_IP)
+- name: VLLM_P2P_SIDE_CHANNEL_PORT
+  value: {{ .Values.sidecar.settings | dig "p2p-connector-port" 7777 | int | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Not empty if engines have the offloading connector's P2P tier. */}}
+{{- define "pd-sidecar.uses-p2p" -}}
+{{- $settings := .Values.sidecar.settings }}
+{{- $pulls := eq (include "pd-sidecar.spelled" (get $settings "enable-p2p-pull")) "on" }}
+{{- if or $pulls (eq (toString (get $settings "kv-connector")) "offloading") }}yes{{ end }}
 {{- end }}
 
 {{- define "pd-sidecar.container" -}}

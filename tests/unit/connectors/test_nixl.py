@@ -438,16 +438,17 @@ def test_rejections_name_no_value() -> None:
 
 def test_prefill_leg_carries_one_wish_and_nothing_that_leaks_blocks() -> None:
     """A prefill engine hangs or dies on `remote_*` values; nulls are ignored."""
-    sent = json.loads(NIXLV2.prefill_params)
+    sent = json.loads(NIXLV2.prefill_params(""))
     assert sent.pop("do_remote_decode") is True
     assert sent.pop("do_remote_prefill", False) is False
     assert set(sent.values()) <= {None}
 
 
 def test_connectors_by_name() -> None:
-    assert set(CONNECTORS) == {"nixlv2", "nixl-push", "shared-storage", "lmcache", "none"}
+    assert set(CONNECTORS) == {"nixlv2", "nixl-push", "offloading", "shared-storage", "lmcache", "none"}
     assert all(name == connector.name for name, connector in CONNECTORS.items())
-    assert {name for name, connector in CONNECTORS.items() if connector.hands_off} == {"nixlv2", "nixl-push"}
+    crosses = {name for name, connector in CONNECTORS.items() if connector.hands_off}
+    assert crosses == {"nixlv2", "nixl-push", "offloading"}
     assert CONNECTORS["nixlv2"].splits
     assert not CONNECTORS["none"].splits
 
@@ -455,7 +456,7 @@ def test_connectors_by_name() -> None:
 def test_none_never_has_a_handoff() -> None:
     none = CONNECTORS["none"]
     assert isinstance(none.read(decode_answer(answer()), SOURCE), Rejection)
-    json.loads(none.prefill_params)
+    json.loads(none.prefill_params(""))
     assert none.decode_params(Handoff(b"{}", 1)) == b"{}"
 
 
@@ -502,7 +503,7 @@ def test_a_push_is_no_pull() -> None:
 @pytest.mark.parametrize("name", ["shared-storage", "lmcache"])
 def test_nothing_crosses_with_a_store(name: str) -> None:
     store = CONNECTORS[name]
-    assert store.prefill_params == b""
+    assert store.prefill_params("") == b""
     handoff = store.read(decode_answer(b'{"usage":{"prompt_tokens":40}}'), SOURCE)
     assert isinstance(handoff, Handoff)
     assert handoff.empty

@@ -97,6 +97,9 @@ PLAYS = {
     (Stage.HANDOFF, "side_channel_dead"): lambda w: (
         _checking(w) >> checked(Rejection("side_channel_dead", "10.0.0.5:5600"))
     ),
+    (Stage.HANDOFF, "own_channel_dead"): lambda w: (
+        _checking(w) >> checked(Rejection("own_channel_dead", "127.0.0.1:7777"))
+    ),
     (Stage.HANDOFF, "incompatible"): lambda w: _checking(w) >> checked(Rejection("incompatible", "10.0.0.5:5600")),
     (Stage.HANDOFF, "refused"): lambda w: handed_over(w) >> fault("refused"),
     (Stage.HANDOFF, "unreachable"): lambda w: handed_over(w) >> fault("unreachable"),

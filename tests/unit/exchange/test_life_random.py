@@ -84,6 +84,7 @@ class Told:
                     *[handoff.via("127.77.0.1", 5601)] * 6,
                     Rejection("side_channel_dead", "silent"),
                     Rejection("incompatible", "other version"),
+                    Rejection("own_channel_dead", "silent"),
                 )
                 assert isinstance(result, Handoff | Rejection)
                 self.became(exchange.handoff_checked(result))

@@ -21,18 +21,21 @@ LINE = (
 @pytest.mark.parametrize(
     ("metrics", "facts"),
     [
-        (f"# HELP x\n{LINE}\n", EngineFacts(16, 2048)),
-        (f"{LINE}\n", EngineFacts(16, 2048)),
-        (LINE.replace('"2048"', '"None"'), EngineFacts(16, 0)),
-        (LINE.replace('block_size="16"', 'block_size=""'), EngineFacts(0, 2048)),
-        (LINE.replace('"16"', '"-16"'), EngineFacts(0, 2048)),
-        (LINE.replace('"16"', '"1.6"'), EngineFacts(0, 2048)),
-        (LINE.replace('"16"', '"\u0661"'), EngineFacts(0, 2048)),
+        (f"# HELP x\n{LINE}\n", EngineFacts(16, 2048, ranks=1)),
+        (f"{LINE}\n", EngineFacts(16, 2048, ranks=1)),
+        (LINE.replace('"2048"', '"None"'), EngineFacts(16, 0, ranks=1)),
+        (LINE.replace('block_size="16"', 'block_size=""'), EngineFacts(0, 2048, ranks=1)),
+        (LINE.replace('"16"', '"-16"'), EngineFacts(0, 2048, ranks=1)),
+        (LINE.replace('"16"', '"1.6"'), EngineFacts(0, 2048, ranks=1)),
+        (LINE.replace('"16"', '"\u0661"'), EngineFacts(0, 2048, ranks=1)),
         ("", EngineFacts()),
         ("vllm:cache_config_info{} 1.0", EngineFacts()),
         ("x" + LINE, EngineFacts()),
-        ("vllm:num_requests_running 0\n" * 1000 + LINE, EngineFacts(16, 2048)),
-        (f"{LINE}\n" + LINE.replace('"2048"', '"1024"').replace('engine="0"', 'engine="1"'), EngineFacts(16, 2048)),
+        ("vllm:num_requests_running 0\n" * 1000 + LINE, EngineFacts(16, 2048, ranks=1)),
+        (
+            f"{LINE}\n" + LINE.replace('"2048"', '"1024"').replace('engine="0"', 'engine="1"'),
+            EngineFacts(16, 2048, ranks=2),
+        ),
     ],
     ids=range(12),
 )
@@ -109,13 +112,13 @@ def test_engines_that_do_not_answer(hint: str) -> None:
 @pytest.mark.parametrize("status", [200, 404, 500, 302])
 def test_facts_over_http(status: int) -> None:
     engine = Engine(status, LINE.encode() + b"\n\xff")
-    assert ask(engine, "facts") == (EngineFacts(16, 2048) if status == 200 else EngineFacts())
+    assert ask(engine, "facts") == (EngineFacts(16, 2048, ranks=1) if status == 200 else EngineFacts())
     assert engine.urls == ["http://[fd00::1]:8000/metrics"]
 
 
 def test_metrics_that_come_in_pieces() -> None:
     engine = Engine(body=b"x 1\n" * 50_000 + LINE.encode() + b"\nvllm:num_requests_running 3.0\n")
-    assert ask(engine, "facts") == EngineFacts(16, 2048)
+    assert ask(engine, "facts") == EngineFacts(16, 2048, ranks=1)
     assert ask(engine, "load") == Load(3, 0, 0.0)
     assert ask(Engine(404), "load") is None
 

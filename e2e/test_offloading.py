@@ -1,0 +1,249 @@
+"""Offloading with a P2P tier on real engines, alone and beside NIXL: blocks are fetched, faults are survived.
+
+The engines' connector is vLLM's own but for the copy between "GPU" and tier, see `e2e/cpu_tier.py`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from e2e.conftest import (
+    APIS,
+    COMPLETIONS,
+    LEASE_S,
+    Asking,
+    Hold,
+    Pair,
+    Questions,
+    ask,
+    eventually,
+    free,
+    idle,
+    local_text,
+    mended,
+    prompt,
+    request_body,
+    text_of,
+)
+from e2e.engines import HOST, Engine, Rig, free_ports
+from tests.integration.client import Client
+
+if TYPE_CHECKING:
+    from tests.integration.sidecar import Sidecar
+
+AT_ONCE = 6
+UNFETCHED_S = 3
+"""How long the prefill engine keeps blocks that nobody fetches; vLLM's own default is 60."""
+TIER = {
+    "spec_name": "CpuTieringSpec",
+    "spec_module_path": "cpu_tier",
+    "cpu_bytes_to_use": 32 << 20,
+    "secondary_tiers": [{"type": "p2p", "num_threads": 0, "unbound_store_timeout_s": UNFETCHED_S}],
+}
+NIXL: dict[str, Any] = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": LEASE_S},
+}
+BESIDE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": TIER}
+# The one that is written to must run NIXL's progress thread: nothing else drives it there.
+WRITTEN_TO = "decode"
+
+
+@pytest.fixture(scope="module")
+def tier_rig() -> Iterator[Rig]:
+    with Rig("tiny", kv_connector="OffloadingConnector", connector_config=TIER, prog_thread=WRITTEN_TO) as rig:
+        yield rig
+
+
+@pytest.fixture
+def tier(tier_rig: Rig) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield mended(Pair(tier_rig.prefill[0], tier_rig.decode[0], stack))
+
+
+def serve(pair: Pair, *flags: str, **options: Any) -> Sidecar:
+    return pair.serve("--kv-connector", "offloading", "--pull-timeout", "3", *flags, **options)
+
+
+def kept(engine: Engine) -> float:
+    """Share of the tier that waits to be fetched."""
+    return engine.metrics().total("vllm:kv_offload_cpu_cache_read_usage_perc")
+
+
+def test_fetched(tier: Pair) -> None:
+    questions = Questions(tier.decode)
+    sidecar = serve(tier)
+    before = tier.fetched_tokens()
+    count = 8
+    for _ in range(count):
+        assert questions.next().ask(sidecar).decision.startswith("remote")
+    body = request_body(APIS[3], prompt(300))  # /v1/messages, which knows no salt
+    answer = ask(sidecar, APIS[3], body)
+    assert answer.decision.startswith("remote")
+    assert text_of(answer) == local_text(tier.decode, APIS[3], body)
+    eventually(lambda: tier.fetched_tokens() - before > (count + 1) * 200)
+    together = Asking(sidecar, [questions.next() for _ in range(AT_ONCE)])
+    assert {decision.partition(";")[0] for decision in together.decisions()} == {"remote"}
+    idle(sidecar)
+    eventually(lambda: not kept(tier.prefill))  # all of it was fetched, none waits for its time to be over
+
+
+def test_prefill_killed_between_the_legs(tier: Pair) -> None:
+    """Decode is never told to dial a peer that is gone: it would lose its P2P tier for good."""
+    questions = Questions(tier.decode)
+    tap = tier.tap(tier.prefill)
+    sidecar = serve(tier, "--recompute-max-concurrent", "64", prefill=tap.address)
+    assert questions.next().ask(sidecar).decision.startswith("remote")
+    hold = Hold(tap, AT_ONCE)
+    asking = Asking(sidecar, [questions.next() for _ in range(AT_ONCE)])
+    hold.wait_for_all()
+    tier.prefill.kill()
+    hold.release()
+    assert {decision.partition(";")[0] for decision in asking.decisions(within_s=15)} == {"recompute"}
+    assert "handoff_side_channel_dead" in str(sidecar.decisions())
+    tap.honest()
+    tier.prefill.restart()
+    before = tier.fetched_tokens()
+
+    def fetches_again() -> bool:
+        questions.next().ask(sidecar)
+        return tier.fetched_tokens() > before
+
+    eventually(fetches_again, 60)
+    idle(sidecar)
+
+
+def test_prefill_frozen_between_the_legs(tier: Pair) -> None:
+    questions = Questions(tier.decode)
+    tap = tier.tap(tier.prefill)
+    sidecar = serve(tier, "--recompute-max-concurrent", "64", prefill=tap.address)
+    hold = Hold(tap, AT_ONCE)
+    asking = Asking(sidecar, [questions.next() for _ in range(AT_ONCE)])
+    hold.wait_for_all()
+    tier.prefill.stop()
+    hold.release()
+    assert {decision.partition(";")[0] for decision in asking.decisions(within_s=15)} == {"recompute"}
+    tier.prefill.cont()
+    assert greets(tier.decode)
+    idle(sidecar)
+
+
+def test_prefill_killed_at_any_moment(tier: Pair) -> None:
+    questions = Questions(tier.decode, tokens=2000)
+    sidecar = serve(tier, "--recompute-max-concurrent", "64")
+    questions.next().ask(sidecar)
+    asking = Asking(sidecar, [questions.next() for _ in range(AT_ONCE)])
+    eventually(lambda: sidecar.metrics()("inflight", leg="decode"))
+    tier.prefill.kill()
+    asking.decisions(within_s=25)
+    assert tier.decode.healthy()
+    idle(sidecar)
+
+
+def test_a_decode_engine_that_has_lost_its_tier(tier: Pair) -> None:
+    """What the check before each decode leg is for, on the engine itself; and the sidecar knows such an engine."""
+    questions = Questions(tier.decode)
+    sidecar = serve(tier)
+    assert questions.next().ask(sidecar).decision.startswith("remote")
+    tier.closing(tier.decode.kill)
+    nobody = {"kv_request_id": "x", "remote_host": HOST, "remote_port": free_ports()}
+    body = request_body(COMPLETIONS, prompt(300), kv_transfer_params={"remote_prefiller": nobody})
+    assert ask(tier.decode, COMPLETIONS, body).status == 200
+    eventually(lambda: not greets(tier.decode))
+    began = time.monotonic()
+    assert questions.next().ask(sidecar).decision.startswith("recompute; reason=handoff_own_channel_dead")
+    assert time.monotonic() - began < 10
+    assert "restart the engine" in sidecar.log
+
+
+def greets(engine: Engine) -> bool:
+    """Whether the thread that does the engine's P2P is alive."""
+    with socket.create_connection((HOST, engine.p2p_port), 1) as line:
+        line.settimeout(1)
+        try:
+            return line.recv(1) == b"\xff"
+        except TimeoutError:
+            return False
+
+
+def test_client_leaves_between_the_legs(tier: Pair) -> None:
+    tap = tier.tap(tier.prefill)
+    sidecar = serve(tier, prefill=tap.address)
+    hold = Hold(tap, 1)
+    with Client((HOST, sidecar.port)) as client:
+        client.request("POST", COMPLETIONS.path, request_body(COMPLETIONS, prompt(300)))
+        hold.wait_for_all()
+    hold.release()
+    idle(sidecar)
+    eventually(lambda: not kept(tier.prefill))
+    free(tier.prefill, tier.decode, within_s=20)
+
+
+def test_client_leaves_while_blocks_are_fetched(tier: Pair) -> None:
+    questions = Questions(tier.decode)
+    sidecar = serve(tier)
+    for delay_s in (0.0, 0.05, 0.1, 0.2):
+        with Client((HOST, sidecar.port)) as client:
+            client.request("POST", COMPLETIONS.path, request_body(COMPLETIONS, prompt(1500), 200))
+            eventually(lambda: sidecar.metrics()("inflight", leg="decode"))
+            time.sleep(delay_s)
+    idle(sidecar)
+    free(tier.prefill, tier.decode, within_s=20)
+    assert questions.next().ask(sidecar).decision.startswith("remote")
+
+
+# -- a peer that has the prefix --------------------------------------------------------------------------------
+
+
+def from_peer(pair: Pair, sidecar: Sidecar, source: str) -> int:
+    """Tokens that the decode engine fetches for a prompt that the prefill engine has; the text must be right."""
+    body = request_body(COMPLETIONS, prompt(600))
+    ask(pair.prefill, COMPLETIONS, {**body, "max_tokens": 1})
+    time.sleep(0.5)  # it is put into the tier with the engine's next steps
+    before = pair.fetched_tokens()
+    answer = ask(sidecar, COMPLETIONS, body, 20, x_kv_cache_source_host_port=source)
+    assert text_of(answer) == local_text(pair.decode, COMPLETIONS, body)
+    return pair.fetched_tokens() - before
+
+
+def test_a_prefix_of_a_peer(tier: Pair) -> None:
+    """Whatever the decision is; the header names the pod, the flag its P2P port."""
+    sidecar = serve(tier, "--enable-p2p-pull", "on", disagg="off")
+    assert from_peer(tier, sidecar, tier.prefill.address) > 300
+    assert from_peer(tier, sidecar, "127.0.0.9:8000") == 0  # nobody allows it
+    assert from_peer(tier, serve(tier, disagg="off"), tier.prefill.address) == 0
+    elsewhere = serve(tier, "--enable-p2p-pull", "on", "--p2p-connector-port", str(free_ports()), disagg="off")
+    assert from_peer(tier, elsewhere, tier.prefill.address) == 0  # there is nobody
+    assert greets(tier.decode)
+    idle(sidecar)
+
+
+@pytest.fixture(scope="module")
+def both_rig() -> Iterator[Rig]:
+    config = {"connectors": [NIXL, BESIDE]}
+    with Rig("tiny", kv_connector="MultiConnector", connector_config=config, prog_thread=WRITTEN_TO) as rig:
+        yield rig
+
+
+def test_beside_nixl(both_rig: Rig) -> None:
+    """A MultiConnector: prompts are handed over by NIXL, prefixes fetched over the P2P tier."""
+    with ExitStack() as stack:
+        pair = mended(Pair(both_rig.prefill[0], both_rig.decode[0], stack))
+        questions = Questions(pair.decode)
+        sidecar = pair.serve("--enable-p2p-pull", "on")
+        before, fetched = pair.pulled_tokens(), pair.fetched_tokens()
+        for _ in range(8):
+            assert questions.next().ask(sidecar).decision.startswith("remote")
+        assert pair.pulled_tokens() - before > 8 * 200
+        assert pair.fetched_tokens() == fetched
+        local = pair.serve("--enable-p2p-pull", "on", disagg="off")
+        assert from_peer(pair, local, pair.prefill.address) > 300
+        idle(sidecar)
