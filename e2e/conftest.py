@@ -458,6 +458,7 @@ class Pair:
             *("--local-side-channel", f"{HOST}:{self.decode.side_channel_port}"),
             *("--prefill-side-channel-port", str(self.prefill.side_channel_port)),
             *("--p2p-connector-port", str(self.prefill.p2p_port)),
+            *("--mooncake-bootstrap-port", str(self.prefill.bootstrap_port)),
             *("--local-p2p", f"{HOST}:{self.decode.p2p_port}"),
             *("--prefill", prefill or self.prefill.address),
             *("--kv-lease", str(LEASE_S)),

@@ -70,19 +70,32 @@ class RigError(RuntimeError):
 # --- processes --------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Folders that the engines find besides those of their environment."""
+
+    packages: tuple[Path, ...] = ()
+    libraries: tuple[Path, ...] = ()
+
+
+NOTHING_BESIDE = Beside()
+
+
 class Zygote:
     """The process that engines are forked from, see e2e/zygote.py; shared by all rigs of this process."""
 
-    _shared: dict[tuple[Path, bool], Zygote] = {}  # noqa: RUF012 (a registry, meant to be shared)
+    _shared: dict[tuple[Path, bool, Beside], Zygote] = {}  # noqa: RUF012 (a registry, meant to be shared)
     _shared_lock = threading.Lock()
 
-    def __init__(self, python: Path, *, plain: bool) -> None:
+    def __init__(self, python: Path, *, plain: bool, beside: Beside = NOTHING_BESIDE) -> None:
         self.plain = plain
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (read when something goes wrong)
         env = {k: v for k, v in os.environ.items() if k not in OWN_SETTINGS and k != "PYTHONPATH"} | QUIET_ENV
         if not plain:
             env |= CPU_ENGINE_ENV
-        command = [str(python), zygote.__file__, *(["--plain"] if plain else [])]
+        if beside.libraries:
+            env["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, beside.libraries))
+        command = [str(python), zygote.__file__, *(["--plain"] if plain else []), *map(str, beside.packages)]
         # A session of its own: a Ctrl-C in the terminal goes to us alone, and we end the engines in order.
         self._process = subprocess.Popen(
             command,
@@ -99,15 +112,15 @@ class Zygote:
         self.import_seconds: float = self._answer("import vLLM")["ready"]
 
     @classmethod
-    def shared(cls) -> Zygote:
+    def shared(cls, beside: Beside = NOTHING_BESIDE) -> Zygote:
         """That of the installed vLLM, or of the user's own (`VLLM_PYTHON`), started when first needed."""
         with cls._shared_lock:
-            key = (engine_python(), "VLLM_PYTHON" in os.environ)
+            key = (engine_python(), "VLLM_PYTHON" in os.environ, beside)
             found = cls._shared.get(key)
             if found is None or found._process.poll() is not None:
                 if not key[1]:
                     say("importing vLLM (once; engines are forked from it)")
-                found = cls._shared[key] = cls(key[0], plain=key[1])
+                found = cls._shared[key] = cls(key[0], plain=key[1], beside=beside)
                 atexit.register(found.close)
             return found
 
@@ -233,6 +246,7 @@ class Engine:
     port: int
     side_channel_port: int  # of rank 0; rank r has this plus r
     p2p_port: int  # the control channel of an offloading connector's P2P tier, likewise
+    bootstrap_port: int  # Mooncake's, of all ranks
     log_path: Path
     args: list[str]
     env: dict[str, str]
@@ -240,6 +254,7 @@ class Engine:
     prog_thread: bool = False
     tls: ssl.SSLContext | None = None  # how it is spoken to, if it was started with a certificate
     place: Place | None = None  # None: loopback, in the namespace of the rig
+    beside: Beside = NOTHING_BESIDE
     session: int = 0  # the process id of its server, 0 before the first start
     start_seconds: float = 0.0
     _zygote: Zygote | None = None
@@ -260,7 +275,7 @@ class Engine:
     def start(self) -> None:
         """Forks it; `wait_healthy` waits until it can be used."""
         assert not self.alive(), f"{self.name} runs"
-        self._zygote = Zygote.shared()
+        self._zygote = Zygote.shared(self.beside)
         folder = Path(self.env["TMPDIR"])
         shutil.rmtree(folder, ignore_errors=True)  # a killed engine leaves its sockets
         folder.mkdir()
@@ -414,6 +429,7 @@ class Rig:
     tls                  how to speak to engines whose flags name a certificate
     prefill_place        the network namespace of the prefill engines, if it is not that of the rig
     consecutive          the decode engines listen on consecutive ports, like the ranks of a pod
+    beside               packages and libraries that engines find besides those of their environment
     """
 
     def __init__(
@@ -437,6 +453,7 @@ class Rig:
         tls: ssl.SSLContext | None = None,
         prefill_place: Place | None = None,
         consecutive: bool = False,
+        beside: Beside = NOTHING_BESIDE,
     ) -> None:
         self.model = os.environ.get("PD_E2E_MODEL") or model
         self.model_name = Path(self.model).name  # what requests say in "model"
@@ -451,6 +468,7 @@ class Rig:
         self._tls = tls
         self._places: dict[Role, Place | None] = {"prefill": prefill_place, "decode": None}
         self._decode_ports = free_ports(decode) if consecutive else 0
+        self._beside = beside
         self._counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
         self._pin = pin
         self._prog_thread = prog_thread
@@ -467,7 +485,7 @@ class Rig:
 
     def start(self) -> Self:
         """Starts all engines at once and waits for them; ends them again if one fails (RigError)."""
-        plain = Zygote.shared().plain
+        plain = Zygote.shared(self._beside).plain
         path = str(models.model_path(self.model, engine_python()))
         base = tempfile.gettempdir()
         self.folder = Path(tempfile.mkdtemp(prefix="pd-rig-", dir=base if len(base) < LONGEST_BASE else "/tmp"))
@@ -515,7 +533,7 @@ class Rig:
         flags = [*self._flags[role], *shlex.split(os.environ.get("VLLM_ENGINE_FLAGS", ""))]
         # A server with data parallelism has one side channel for each rank, on consecutive ports.
         side_channel_port = free_ports(_data_parallel_size(flags))
-        p2p_port = free_ports(_data_parallel_size(flags))
+        p2p_port, bootstrap_port = free_ports(_data_parallel_size(flags)), free_ports()
         place = self._places[role]
         host = place.host if place else HOST
         port = self._decode_ports + index if self._decode_ports and role == "decode" else free_ports()
@@ -526,6 +544,8 @@ class Rig:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
             "VLLM_P2P_SIDE_CHANNEL_HOST": HOST,
             "VLLM_P2P_SIDE_CHANNEL_PORT": str(p2p_port),
+            "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap_port),
+            "VLLM_HOST_IP": HOST,
             "TMPDIR": str(temporary),
             "VLLM_RPC_BASE_PATH": str(temporary),
             **self._env,
@@ -546,6 +566,7 @@ class Rig:
             port=port,
             side_channel_port=side_channel_port,
             p2p_port=p2p_port,
+            bootstrap_port=bootstrap_port,
             log_path=self.folder / f"{name}.log",
             args=[*self._args(role, host, port, path, plain=plain), *flags],
             env=env,
@@ -553,6 +574,7 @@ class Rig:
             prog_thread=prog_thread,
             tls=self._tls,
             place=place,
+            beside=self._beside,
         )
 
     def _args(self, role: Role, host: str, port: int, path: str, *, plain: bool) -> list[str]:

@@ -146,7 +146,7 @@ def _build(target: Path) -> None:
         shutil.rmtree(target)
     say(f"installing vLLM for CPU with NIXL into {target} (once; about 2.2 GB, some minutes)")
     with step(f"virtual environment from {base}"):
-        _run([str(base), "-m", "venv", str(target)], target)
+        run_step([str(base), "-m", "venv", str(target)], target)
     # The head of the lock is torch; the rest is complete, needs no solver and goes in without dependencies.
     head, rest = LOCK.read_text().split("# [no-deps]", 1)
     torch = next(line for line in head.splitlines() if line.startswith("torch=="))
@@ -160,15 +160,15 @@ def _build(target: Path) -> None:
     python = str(target / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
     with step(torch):
-        _run([*pip, *extra, "--constraint", str(constraints), torch], target)
+        run_step([*pip, *extra, "--constraint", str(constraints), torch], target)
     with step(f"vLLM, NIXL and {len(pins)} packages in all"):
-        _run([*pip, "--no-deps", "--require-hashes", "--requirement", str(rest_file)], target)
+        run_step([*pip, "--no-deps", "--require-hashes", "--requirement", str(rest_file)], target)
     for name in UNUSED:
         for path in target.glob(f"lib/python*/site-packages/{name}"):
             shutil.rmtree(path)
     with step("check that vLLM and NIXL can be imported"):
         check = "import vllm.entrypoints.openai.api_server, nixl._api, torch; print(torch.__version__)"
-        version = _run([python, "-c", check], target)
+        version = run_step([python, "-c", check], target)
     build = version.splitlines()[-1] if version else ""
     if list(target.glob("lib/python*/site-packages/nvidia")):
         say(
@@ -178,7 +178,7 @@ def _build(target: Path) -> None:
     say(f"  installed in {time.monotonic() - started:.0f} s")
 
 
-def _run(command: list[str], target: Path) -> str:
+def run_step(command: list[str], target: Path) -> str:
     """One step of the installation; its whole output is in the error if it fails."""
     # VLLM's own settings of the caller must not leak into the check, and pip must not ask for a user install.
     env = {**os.environ, "PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"}

@@ -10,10 +10,12 @@ What is tamed, for a machine of a few cores without RDMA (none of it touches the
 - NIXL's progress thread polls without pause, one full core for each idle engine. It is off unless an engine is
   started with `prog_thread`: vLLM drives NIXL itself at each step, and a prefill engine keeps stepping while it
   holds blocks. Only an *idle* prefill engine does not serve a read any more, so tests of expired leases need it.
+- Mooncake's connector asks for the current accelerator and is told that it is the first; over TCP it uses none.
 - NIXL's connector pins each engine's worker to the last core of the machine: prefill and decode would fight for it.
   Pinning by the engine is ignored, pinning by the rig (`cores`) is done before.
 
-With `--plain` nothing is imported or tamed: engines are started as they come, by executing the command.
+Other arguments are folders of packages beside the environment's. With `--plain` nothing is imported or tamed:
+engines are started as they come, by executing the command.
 """
 
 from __future__ import annotations
@@ -64,6 +66,11 @@ def tame() -> None:
 
     multiprocessing.get_context = forking
     os.sched_setaffinity = lambda *_: None
+
+    import torch
+
+    if not torch.accelerator.is_available():
+        torch.accelerator.current_device_index = lambda: 0
 
     import nixl._api
 
@@ -262,6 +269,7 @@ def serve(plain: bool) -> None:
 
 def main() -> None:
     plain = "--plain" in sys.argv
+    sys.path += [argument for argument in sys.argv[1:] if argument != "--plain"]
     os.dup2(1, ANSWERS)
     os.dup2(2, 1)
     # The rig decides when this ends, not a Ctrl-C that the terminal sends to everyone.

@@ -33,6 +33,7 @@ from sidecar.edge.server import Server
 from sidecar.edge.service import Live, Service
 from sidecar.exchange.budget import Budget
 from sidecar.prefill.address import Address, AllowList, parse
+from sidecar.prefill.bootstrap import BootstrapGate
 from sidecar.prefill.discovery.discovery import Discovery
 from sidecar.prefill.discovery.make import make_source
 from sidecar.prefill.endpoints import Endpoint, Endpoints
@@ -135,6 +136,7 @@ class Sidecar:
         self._gate: Gate | None = None
         if settings.nixl_relay == "on" and CONNECTORS[settings.kv_connector].channel is Channel.NIXL:
             self._gate = Gate(self._background, settings.prefill_side_channel_port)
+        self._bootstrap: BootstrapGate | None = None
         self._channels: SideChannels | None = None
         self._warm_up: WarmUp | None = None
         self._endpoints = Endpoints(
@@ -182,6 +184,9 @@ class Sidecar:
         if self._tls.in_use:
             process.give_large_blocks_back()
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        if CONNECTORS[settings.kv_connector].channel is Channel.MOONCAKE:
+            timeout_s = settings.prefill_connect_timeout
+            self._bootstrap = BootstrapGate(self._background, self._session, timeout_s, time.monotonic)
         probes = [self._engine_probe(rank) for rank in range(settings.data_parallel_size)]
         health = Health(self._live, probes, self._not_yet)
         app = application(settings, self._observer, self._switch, health, lambda: self._tls.admin_key.key)
@@ -290,7 +295,7 @@ class Sidecar:
             prefill_pool=self._prefill_pool,
             observer=self._observer,
             watch=watch,
-            gate=p2p if connector.channel is Channel.P2P else self._gate,
+            gate=p2p if connector.channel is Channel.P2P else self._bootstrap or self._gate,
             p2p=p2p if settings.enable_p2p_pull == "on" else None,
             rules=self._make_rules(rank, probe, engine),
             tracer=self._tracer,

@@ -38,6 +38,7 @@ SAME = (
     *("port", "model-server-port", "vllm-port", "data-parallel-size", "kv-connector", "enable-prefiller-sampling"),
     *("enable-tls", "tls-insecure-skip-verify", "secure-serving", "secure-proxy", "cert-path"),
     *("pool-group", "metrics-port", "tracing", "enable-p2p-pull", "p2p-connector-port"),
+    "mooncake-bootstrap-port",
 )
 """Theirs that mean the same here."""
 
@@ -50,7 +51,6 @@ _BOOLEANS = {
 _VALUES = {
     "prefill-retry-backoff": "the next prefill endpoint is tried at once, a failing one left alone by its breaker",
     "max-idle-conns-per-host": "connections are pooled without a limit and closed after --engine-idle-timeout",
-    "mooncake-bootstrap-port": "there is no mooncake connector here",
     "decode-chunk-size": "an answer is streamed as the engine streams it",
     "ec-connector": "there is no encoder stage here",
     "tls-min-version": "it is TLS 1.2",

@@ -63,7 +63,7 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     kv_connector: Annotated[
         str,
         _m(
-            "how the engines move KV: nixlv2 (pull), nixl-push, offloading (P2P tier), "
+            "how the engines move KV: nixlv2 (pull), nixl-push, offloading (P2P tier), mooncake, "
             "a store of both (shared-storage, lmcache) or none"
         ),
     ] = "nixlv2"
@@ -208,6 +208,9 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     p2p_connector_port: Annotated[
         int, _m("control port of the P2P tier of prefill engines; rank r on port + r", ge=1, le=65280)
     ] = 7777
+    mooncake_bootstrap_port: Annotated[
+        int, _m("port of the Mooncake bootstrap server of prefill engines", ge=1, le=65535)
+    ] = 8998
     enable_p2p_pull: Annotated[
         Literal["on", "off"],
         _m("whichever engine computes may fetch a prefix from the peer that x-kv-cache-source-host-port names"),
@@ -265,6 +268,11 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     ] = ""
     log_format: Annotated[Literal["text", "json"], _m("log lines as text or JSON")] = "text"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _m("least level that is logged")] = "info"
+
+    @property
+    def channel_port(self) -> int:
+        """Where prefill engines have the control channel of connectors whose answers do not say it."""
+        return self.mooncake_bootstrap_port if self.kv_connector == "mooncake" else self.p2p_connector_port
 
     @property
     def handoff_max_age(self) -> float:

@@ -29,6 +29,8 @@ class Channel(StrEnum):
     """The NIXL connectors' side channel; the prefill answer says where it is."""
     P2P = "p2p"
     """The control channel of the offloading connector's P2P tier, at a port that is known beforehand."""
+    MOONCAKE = "mooncake"
+    """Mooncake's bootstrap server, likewise; it knows the engine of each rank."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -44,6 +46,8 @@ class Source(msgspec.Struct, frozen=True):
     channel_host: str = ""
     channel_port: int = 0
     """Where the prefill engine's control channel is, for connectors whose answers do not say it."""
+    rank: int = 0
+    """The data-parallel rank that the prefill leg went to."""
 
 
 class Handoff(msgspec.Struct, frozen=True):
@@ -62,6 +66,8 @@ class Handoff(msgspec.Struct, frozen=True):
     blocks: int = 0
     """Blocks of the prompt; 0: it fills none, there is nothing to pull, and asking for it kills the engine."""
     highest_block: int = -1
+    rank: int = 0
+    """The prefill engine's data-parallel rank, where decode has to name it."""
     cached_tokens: int | None = None
     """Prompt tokens that the prefill engine took from its cache, if the decode engine will not say so itself."""
     token_ids: bytes = b""
@@ -165,4 +171,4 @@ class Connector:
     @property
     def names_transfers(self) -> bool:
         """Both legs carry a name that is made up here, and the prefill answer holds nothing."""
-        return self.channel is Channel.P2P
+        return self.channel in (Channel.P2P, Channel.MOONCAKE)

@@ -35,6 +35,7 @@ def _read(answer: PrefillAnswer, source: Source) -> Handoff | Rejection:
         host=source.channel_host,
         port=source.channel_port,
         blocks=usage.total // block_size,  # whole ones alone are kept
+        cached_tokens=usage.cached,
         prefill_cached_tokens=usage.cached or 0,
     )
 

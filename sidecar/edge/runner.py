@@ -132,7 +132,7 @@ class Runner:
             lease_s=settings.handoff_max_age,
             on_attempt=service.observer.prefill_attempt,
             wants_token_ids=decision.kind is Kind.REMOTE and self._wants_token_ids(),
-            channel_port=settings.p2p_connector_port,
+            channel_port=settings.channel_port,
             client_rank=request.rank if service.connector.names_transfers else -1,
         )
         source = kv_source(service, request) if self.api is not None else None

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from sidecar.connectors.connector import Connector, Handoff, PrefillAnswer, Rejection, Source
+from sidecar.connectors.connector import Channel, Connector, Handoff, PrefillAnswer, Rejection, Source
 from sidecar.decision.guards import Decision, Kind
 from sidecar.exchange.budget import Budget
 from sidecar.exchange.failures import TABLE, Row, Stage, Then, prefill_fault
@@ -263,7 +263,8 @@ class Exchange:
             block_size,
             self.transfer_id,
             endpoint.peer_host or endpoint.address.host,
-            self._channel_port + rank,
+            self._channel_port + (rank if self._connector.channel is Channel.P2P else 0),
+            rank,
         )
         result = self._connector.read(answer, source)
         if isinstance(result, Rejection):

@@ -53,6 +53,8 @@ class Endpoint:
     discovered: bool = False
     label: str = ""
     last_rank: int = -1
+    failures: int = 0
+    """How often it has failed: what was known of its engine before may hold no more."""
     in_flight: int = 0
     tokens_in_flight: int = 0
     """Prompt tokens of the prefill legs that are under way, as estimated."""
@@ -401,6 +403,7 @@ class Endpoints:
 
     def failed(self, endpoint: Endpoint, *, at_once: bool, trial: int, rank: int = -1) -> None:
         """Counts a failure against the endpoint, or against the one of its ranks that it is about."""
+        endpoint.failures += 1
         if rank >= 0:
             endpoint.ranks.failed(rank, self._now(), at_once=at_once)
             endpoint.breaker.abandoned(trial)

@@ -190,6 +190,7 @@ def test_the_engine_publishes_where_the_sidecar_listens(on: Any) -> None:
     [
         ("nixlv2", "NixlConnector", ["kv_consumer", "kv_producer"]),
         ("nixl-push", "NixlPushConnector", ["kv_consumer", "kv_producer"]),
+        ("mooncake", "MooncakeConnector", ["kv_consumer", "kv_producer"]),
         ("lmcache", "LMCacheConnectorV1", ["kv_both", "kv_both"]),
     ],
 )
@@ -236,6 +237,14 @@ def test_engines_with_a_p2p_tier() -> None:
     assert _p2p(sidecars(documents)[0])
     assert not _p2p(sidecars(with_values({}))[0])
     assert _p2p(sidecars(with_values({"sidecar.settings.enable-p2p-pull": True}))[0])
+
+
+def test_engines_with_mooncake_keep_its_bootstrap_server_where_the_sidecar_asks() -> None:
+    values = {"sidecar.settings.kv-connector": "mooncake", "sidecar.settings.mooncake-bootstrap-port": 9000}
+    engine = container(pod_spec(one(with_values(values), "Deployment", "prefill")), "vllm")
+    assert {"name": "VLLM_MOONCAKE_BOOTSTRAP_PORT", "value": "9000"} in engine["env"]
+    done = with_values_raw(values | {"networkPolicy.enabled": True})
+    assert "networkPolicy.enabled does not go with kv-connector mooncake" in done.stderr
 
 
 def _p2p(container: Any) -> dict[str, str]:

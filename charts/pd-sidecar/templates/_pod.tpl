@@ -20,12 +20,12 @@ readers; and 15 s for processes to end. Less would cut streams with SIGKILL. */}
 {{/* vLLM's connector for the sidecar's. Both sides of a store read and write; with NIXL each has its part. */}}
 {{- define "pd-sidecar.kv-transfer-config" -}}
 {{- $ours := toString (default "nixlv2" (get .root.Values.sidecar.settings "kv-connector")) }}
-{{- $known := dict "nixlv2" "NixlConnector" "nixl-push" "NixlPushConnector" "lmcache" "LMCacheConnectorV1" "offloading" "OffloadingConnector" }}
+{{- $known := dict "nixlv2" "NixlConnector" "nixl-push" "NixlPushConnector" "lmcache" "LMCacheConnectorV1" "offloading" "OffloadingConnector" "mooncake" "MooncakeConnector" }}
 {{- $theirs := default (get $known $ours) .root.Values.engine.kvConnector }}
 {{- if not $theirs }}
 {{- fail (printf "engine.kvConnector is needed: vLLM's connector for sidecar.settings.kv-connector %s" $ours) }}
 {{- end }}
-{{- $role := ternary (ternary "kv_consumer" "kv_producer" (eq .role "decode")) "kv_both" (hasPrefix "nixl" $ours) }}
+{{- $role := ternary (ternary "kv_consumer" "kv_producer" (eq .role "decode")) "kv_both" (or (hasPrefix "nixl" $ours) (eq $ours "mooncake")) }}
 {{- $extra := .root.Values.engine.kvTransferExtra }}
 {{- if eq $ours "offloading" }}
 {{- if not (get $extra "cpu_bytes_to_use") }}

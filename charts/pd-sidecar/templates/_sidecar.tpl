@@ -31,6 +31,10 @@ and prefill.enabled off, puts it into a pod of its own:
   value: $(POD_IP)
 - name: VLLM_NIXL_SIDE_CHANNEL_PORT
   value: {{ .Values.sidecar.settings | dig "prefill-side-channel-port" 5600 | int | quote }}
+{{- if eq (toString (get .Values.sidecar.settings "kv-connector")) "mooncake" }}
+- name: VLLM_MOONCAKE_BOOTSTRAP_PORT
+  value: {{ .Values.sidecar.settings | dig "mooncake-bootstrap-port" 8998 | int | quote }}
+{{- end }}
 {{- if include "pd-sidecar.uses-p2p" . }}
 - name: VLLM_P2P_SIDE_CHANNEL_HOST
   value: $(POD_IP)

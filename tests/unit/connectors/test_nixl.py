@@ -445,10 +445,10 @@ def test_prefill_leg_carries_one_wish_and_nothing_that_leaks_blocks() -> None:
 
 
 def test_connectors_by_name() -> None:
-    assert set(CONNECTORS) == {"nixlv2", "nixl-push", "offloading", "shared-storage", "lmcache", "none"}
+    assert set(CONNECTORS) == {"nixlv2", "nixl-push", "offloading", "mooncake", "shared-storage", "lmcache", "none"}
     assert all(name == connector.name for name, connector in CONNECTORS.items())
     crosses = {name for name, connector in CONNECTORS.items() if connector.hands_off}
-    assert crosses == {"nixlv2", "nixl-push", "offloading"}
+    assert crosses == {"nixlv2", "nixl-push", "offloading", "mooncake"}
     assert CONNECTORS["nixlv2"].splits
     assert not CONNECTORS["none"].splits
 
