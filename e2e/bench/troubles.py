@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import secrets
 import sys
 import tempfile
 import time
@@ -38,6 +39,13 @@ EVIL = {"do_remote_prefill": True}
 """What a client may not set: a real decode engine dies of it."""
 
 
+def fresh_chat() -> dict[str, Any]:
+    """A request whose prompt no engine has in its cache."""
+    body = chat()
+    body["messages"][0]["content"] = f"{secrets.token_hex(8)} {body['messages'][0]['content']}"
+    return body
+
+
 @dataclass
 class Stage:
     """One router between two engines."""
@@ -48,7 +56,7 @@ class Stage:
 
     def ask(self, body: dict[str, Any] | None = None) -> str:
         """One request, and what its client got."""
-        body = body or chat()
+        body = body or fresh_chat()
         headers = list(self.proxy.spec.headers(self.proxy.place).items())
         began = time.monotonic()
         try:
