@@ -16,6 +16,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[2]
+START_S = 30.0
 LINE, CHARACTER, MARGIN, BAR = 18, 8.4, 14, 26
 """Pixels: a line of text, a character of 14 pixels, around the text, and the window's own bar."""
 _HOME, _REST = "\x1b[H", "\x1b[J"
@@ -23,7 +24,8 @@ _SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def frame(url: str, seconds: float, columns: int = 104, lines: int = 32) -> list[str]:
-    """What stands in a terminal of that size after so long, line by line. RuntimeError if nothing does."""
+    """What stands in a terminal of that size so long after the first frame, line by line. RuntimeError if nothing
+    does."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     environment = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}
@@ -39,9 +41,16 @@ def frame(url: str, seconds: float, columns: int = 104, lines: int = 32) -> list
     said = bytearray()
     reading = threading.Thread(target=_read, args=(ours, said), daemon=True)
     reading.start()
+    give_up = time.monotonic() + START_S
+    while _REST.encode() not in said and process.poll() is None and time.monotonic() < give_up:
+        time.sleep(0.05)  # before that a key would be thrown away when the terminal changes its mode
     time.sleep(seconds)
     os.write(ours, b"q")
-    process.wait(10)
+    try:
+        process.wait(START_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
     reading.join(10)
     os.close(ours)
     whole = [part.partition(_REST)[0] for part in said.decode("utf-8", "replace").split(_HOME) if _REST in part]
