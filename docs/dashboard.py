@@ -38,6 +38,18 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], 
                 "s",
                 ((_quantile(0.95, "pd_sidecar_ttft_seconds", "decision"), "{{decision}}"),),
             ),
+            (
+                "timeseries",
+                "Between tokens, p50 of streams",
+                "s",
+                ((_quantile(0.5, "pd_sidecar_itl_seconds", "decision"), "{{decision}}"),),
+            ),
+            (
+                "timeseries",
+                "Between tokens, p95 of streams",
+                "s",
+                ((_quantile(0.95, "pd_sidecar_itl_seconds", "decision"), "{{decision}}"),),
+            ),
         ),
     ),
     (

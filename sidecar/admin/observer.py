@@ -34,6 +34,7 @@ DECISIONS_KEPT = 256
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5)
 
+_GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 _NO_NEWS = frozenset({"client_left", "rejected"})
@@ -79,6 +80,12 @@ class Observer:
             "From the complete request to the first byte of a 200 answer's body",
             ("decision",),
             _SECONDS,
+        )
+        self.itl: Histogram[tuple[str]] = Histogram(
+            "itl_seconds",
+            "Inter-token latency of a whole stream: from its first byte to its end, over its events but the first",
+            ("decision",),
+            _GAP_SECONDS,
         )
         self.prefill_time: Histogram[tuple[()]] = Histogram(
             "prefill_seconds", "From the prefill leg's start to its whole answer", (), _SECONDS
@@ -129,6 +136,7 @@ class Observer:
                 self.fallbacks,
                 self.handoffs,
                 self.ttft,
+                self.itl,
                 self.prefill_time,
                 self.decode_time,
                 self.overhead,
@@ -282,7 +290,7 @@ class Observer:
         self.requests.add((api, what, exchange.reason, str(status) if status else "none"))
         for outcome in exchange.handoff_outcomes:
             self.handoffs.add((outcome,))
-        self._time(what, status, times, trace_id)
+        self._time(what, status, times, trace_id, is_stream=exchange.is_event_stream)
         self._compare(exchange, status, times)
         if api != "other":
             self._recent.append((time.time(), api, exchange, status, times, request_id, client_left))
@@ -299,12 +307,14 @@ class Observer:
         """What is known of the prefill endpoints."""
         return shown(self._endpoints, self.discovery)
 
-    def _time(self, what: str, status: int, times: Times, trace_id: str) -> None:
+    def _time(self, what: str, status: int, times: Times, trace_id: str, *, is_stream: bool) -> None:
         if times.prefill_done:
             self.prefill_time.observe((), times.prefill_done - times.prefill_sent)
         if not times.first_byte or status != 200:
             return
         self.ttft.observe((what,), times.first_byte - times.complete, trace_id)
+        if is_stream and times.pieces > 1:
+            self.itl.observe((what,), (times.end - times.first_byte) / (times.pieces - 1), trace_id)
         self.decode_time.observe((), times.first_byte - times.decode_sent)
         self.overhead.observe((), _overhead_s(times))
 

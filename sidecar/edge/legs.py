@@ -171,6 +171,8 @@ class DecodeLeg(Leg):
         self._filter: CachedTokens | None = None
         self._tail = b""
         """The end of what was sent on, to tell whether an event was cut."""
+        self._written = 0
+        """Pieces of the answer that the client got: tokens, nearly always."""
         self._ends_whole = True
         """What was handed on so far ended with a whole chunk of the engine's."""
         self._is_chunked = False
@@ -260,6 +262,7 @@ class DecodeLeg(Leg):
         if last:
             self._connection = None
         if self._relaying:
+            self._written += len(pieces)
             self._write(raw, pieces)
             if last:
                 self._end()
@@ -313,6 +316,7 @@ class DecodeLeg(Leg):
             self._write = self._write_filtered if self._filter is not None else self._write_pieces
         client.write((runner.write_head(head, framing=framing, close=close),))
         if self._held:
+            self._written += len(self._held_pieces)
             self._write(b"".join(self._held), self._held_pieces)
             self._held.clear()
             self._held_pieces.clear()
@@ -345,6 +349,7 @@ class DecodeLeg(Leg):
         transport = self._to_client
         if transport is not None and not transport.is_closing():  # uvloop raises for a closed one
             self._tail = raw
+            self._written += 1
             transport.write(raw)
 
     def _write_pieces(self, _raw: bytes, pieces: Sequence[bytes]) -> None:
@@ -388,7 +393,7 @@ class DecodeLeg(Leg):
                 client.write(((b"%x\r\n%b\r\n" % (len(rest), rest) if rest else b"") + b"0\r\n\r\n",))
             elif rest:
                 client.write((rest,))
-        self._runner.finish()
+        self._runner.finish(self._written)
 
     def last_words(self, row: Row) -> bytes:
         """What may still be written to a client whose answer broke off, in the framing that its head announced;

@@ -439,8 +439,9 @@ class Runner:
             client.tunnel_ended()
         self._finish()
 
-    def finish(self) -> None:
-        """The answer is complete."""
+    def finish(self, pieces: int = 0) -> None:
+        """The answer is complete, in so many pieces."""
+        self._times.pieces = pieces
         self._finish()
 
     def _finish(self) -> None:

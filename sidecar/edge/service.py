@@ -45,6 +45,8 @@ class Times:
     first_byte: float = 0.0
     """The first byte of the answer's body went to the client."""
     end: float = 0.0
+    pieces: int = 0
+    """Of an answer that is whole; 0: unknown."""
 
 
 class Observer(Protocol):

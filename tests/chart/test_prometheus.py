@@ -20,6 +20,8 @@ ALWAYS = {
     "Remote share",
     "TTFT p50 by decision",
     "TTFT p95 by decision",
+    "Between tokens, p50 of streams",
+    "Between tokens, p95 of streams",
     "Requests by decision",
     "Requests by reason",
     "Answers by status",
@@ -50,7 +52,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             asked = 0
             while not (prometheus.scraped() and asked > 5):
                 assert time.monotonic() < until
-                assert sidecar.ask("POST", "/v1/completions", completion()).status == 200
+                assert sidecar.ask("POST", "/v1/completions", completion(stream=True)).status == 200
                 asked += 1
                 time.sleep(0.2)
             yield prometheus

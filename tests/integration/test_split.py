@@ -405,6 +405,27 @@ def test_cached_tokens_after_a_fallback_are_the_decode_engines(rig: Rig) -> None
 # -- the admin port tells of it ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("target", ["prefill", ""], ids=["remote", "local"])
+def test_time_between_tokens(target: str, rig: Rig) -> None:
+    """One observation for a stream, whichever way its pieces went."""
+    rig.target = rig.prefill.address if target else ""
+    before = rig.sidecar.metrics()
+    rig.decode.engine.limits.seconds_per_token = 0.03
+    try:
+        assert rig.post(CHAT, chat(stream=True)).status == 200
+        assert rig.post(CHAT, chat()).status == 200
+    finally:
+        rig.decode.engine.limits.seconds_per_token = 0.0
+    decision = "remote" if target else "local"
+
+    def gain(name: str) -> float:
+        return rig.sidecar.metrics()(name, decision=decision) - before(name, decision=decision)
+
+    eventually(lambda: gain("ttft_seconds_count") == 2)
+    assert gain("itl_seconds_count") == 1
+    assert 0.02 < gain("itl_seconds_sum") < 0.1  # eight tokens and [DONE]; 0.2 if they were taken for one piece
+
+
 def test_metrics_and_decisions(rigged: Callable[..., Rig]) -> None:
     rig = rigged("--log-format", "json", "--decision-header", "off")
     before = rig.sidecar.metrics()

@@ -68,6 +68,7 @@ def test_names_that_dashboards_depend_on(world: Watched) -> None:
         pulling(world) >> decoded() << Relay, prefill_sent=2.0, prefill_done=3.0, decode_sent=4.0, first_byte=5.0
     )
     world.end(recomputing(world, world.b) >> connected << None >> sent << None >> decoded() << Relay)
+    world.end(pulling(world) >> decoded(stream=True) << Peek >> first_event() << Relay, first_byte=5.0, pieces=3)
     world.observer.prefill_attempt("ok")
     world.observer.handshake("live", 0.001)
     registry = CollectorRegistry()
@@ -85,6 +86,7 @@ def test_names_that_dashboards_depend_on(world: Watched) -> None:
         "handoffs_total": {"outcome"},
         "inflight": {"leg"},
         "ttft_seconds_bucket": {"decision"},
+        "itl_seconds_bucket": {"decision"},
         "prefill_seconds_bucket": set(),
         "decode_first_byte_seconds_bucket": set(),
         "overhead_seconds_bucket": set(),
@@ -108,12 +110,22 @@ def test_remote_request(world: Watched) -> None:
     assert world.metrics("decode_first_byte_seconds_sum") == {(): 0.5}
     assert world.metrics("ttft_seconds_sum") == {("remote",): 3.0}
     assert world.metrics("overhead_seconds_sum") == {(): 1.0}
+    assert world.metrics("itl_seconds_sum") == {}  # nobody said how many pieces there were
     [record] = world.observer.decisions()
     assert record["decision"] == "remote"
     assert record["prefill"] == "10.0.0.5:8000"
     assert record["handoffs"] == ["used"]
     assert (record["prefill_seconds"], record["ttft_seconds"], record["seconds"]) == (1.5, 3.0, 8.0)
     assert (record["decode_first_byte_seconds"], record["overhead_seconds"]) == (0.5, 1.0)
+
+
+def test_time_between_the_pieces_of_a_stream(world: Watched) -> None:
+    stream = {"first_byte": 4.0, "end": 9.0, "pieces": 11}
+    world.end(pulling(world) >> decoded(stream=True) << Peek >> first_event() << Relay, **stream)
+    assert world.metrics("itl_seconds_sum") == {("remote",): 0.5}
+    world.end(pulling(world) >> decoded(stream=True) << Peek >> first_event() << Relay, **stream | {"pieces": 1})
+    world.end(pulling(world) >> decoded() << Relay, **stream)  # no stream: its pieces are the engine's whim
+    assert world.metrics("itl_seconds_count") == {("remote",): 1}
 
 
 def test_times_are_of_good_answers_only(world: Watched) -> None:
