@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from e2e.conftest import COMPLETIONS, ask, request_body, token_ids
-from e2e.engines import HOST, Rig
+from e2e.engines import HOST, Engine, Rig
 from e2e.pictures import panels, terminal
 from tests.certificates import Authority
 from tests.chart import tools
@@ -88,6 +88,22 @@ def dashboard_answers(prometheus: Prometheus, begin: float, end: float) -> dict[
     return answers
 
 
+def die_in_mid_prefill(prefill: Engine, sidecar: Sidecar) -> None:
+    """So that what follows for the request is seen too."""
+
+    def busy() -> float:
+        return sidecar.metrics()("inflight", leg="prefill")
+
+    while True:
+        eventually(busy, 60)
+        prefill.stop()
+        time.sleep(0.2)
+        if busy():
+            prefill.kill()
+            return
+        prefill.cont()
+
+
 def run(seconds: float) -> dict[str, str]:
     """The pictures, by file name."""
     with ExitStack() as stack:
@@ -124,9 +140,7 @@ def run(seconds: float) -> dict[str, str]:
         clients = Clients(sidecar)
         begin = time.time()
         time.sleep(seconds * 0.4)
-        # In mid-prefill, so that what follows is seen too.
-        eventually(lambda: sidecar.metrics()("inflight", leg="prefill"), seconds)
-        prefill.kill()
+        die_in_mid_prefill(prefill, sidecar)
         time.sleep(seconds * 0.15)
         prefill.restart()
         time.sleep(max(begin + seconds - TOP_S - time.time(), 0))
