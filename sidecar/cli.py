@@ -209,6 +209,7 @@ class Sidecar:
         if self._tracer is not None:
             self._background.start("sending of traces", self._tracer.run())
         self._background.start("sweep of prefill connections", self._sweep_pools())
+        self._background.start("giving memory back", process.keep_giving_back())
         if self._tls.reads_files:
             self._background.start("watch over certificates and keys", self._tls.watch())
         self._handle_signals()

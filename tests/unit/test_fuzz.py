@@ -1,4 +1,4 @@
-"""Every target replays its corpus and is fuzzed; all together for FUZZ_SECONDS (3 by default, 60 in `make test`)."""
+"""Every target replays its corpus and is fuzzed: all of them for FUZZ_SECONDS (3 by default, 60 in `make test`)."""
 
 from __future__ import annotations
 
