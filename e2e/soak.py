@@ -13,6 +13,7 @@ import datetime
 import json
 import math
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -289,10 +290,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write docs/soak.md (soak-real.md), .json and .svg")
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the sidecar is ended then too
     if options.real and not wire.missing():
-        code = wire.enter_namespace([sys.executable, "-m", "e2e.soak", *words])
-        if code is not None:
-            return code
+        wire.enter_namespace([sys.executable, "-m", "e2e.soak", *words])
     warm = options.minutes / 10 if options.warm_minutes is None else options.warm_minutes
     described = machine.describe({}, sys.executable)
     started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

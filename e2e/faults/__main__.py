@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -112,14 +113,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="the scenarios, and what must hold")
     parser.add_argument("--write", action="store_true", help=f"write docs/{DOCUMENT.name}")
     options = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended then too
     scenarios = chosen(options.only, quick=options.quick)
     if options.list:
         for one in scenarios:
             print(f"{one.name}: {one.promise}")
         return 0
     lacking = wire.missing()
-    if not lacking and (code := wire.enter_namespace([sys.executable, "-m", "e2e.faults", *words])) is not None:
-        return code
+    if not lacking:
+        wire.enter_namespace([sys.executable, "-m", "e2e.faults", *words])
     missing = [f"`{one.name}` ({lacking})" for one in scenarios if lacking and one.network]
     if clock.compiler() is None:
         missing += [f"`{one.name}` (needs a C compiler)" for one in scenarios if one.name == "clock-steps"]

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 from e2e.conftest import COMPLETIONS, ask, request_body, token_ids
@@ -116,15 +115,17 @@ def decode_frozen(play: Play) -> None:
 def prefill_out_of_blocks(play: Play) -> None:
     """Its blocks are held by handoffs that nobody reads: prompts wait --prefill-timeout there, then the policy."""
     play.serve()
-    lost = {"kv_transfer_params": {"do_remote_decode": True}}
+    stop = threading.Event()
+    sizes = [play.draw.randrange(6000, 7500) for _ in range(4)]
     with play.load(2, 4):
-        bodies = [
-            request_body(COMPLETIONS, token_ids(play.draw.randrange(6000, 7500)), 1, **lost) for _ in range(6)
-        ]
-        for body in bodies:
-            _let_go(partial(ask, play.prefill, COMPLETIONS, body))
-        play.wait_for(lambda: play.prefill.kv_usage() > 0.8, "the prefill engine is full")
-        play.pause(2.0, 4.0)
+        hoarders = [threading.Thread(target=_hoard, args=(play.prefill, size, stop), daemon=True) for size in sizes]
+        for hoarder in hoarders:
+            hoarder.start()
+        play.wait_for(lambda: play.prefill.kv_usage() > 0.6, "the prefill engine has no room for another", 60.0)
+        play.pause(3.0, 5.0)
+        stop.set()
+    for hoarder in hoarders:
+        hoarder.join()
 
 
 @scenario(within_s=PREFILL_TIMEOUT_S + COMPUTE_S + 30)
@@ -270,14 +271,12 @@ def _start(engine: Engine) -> None:
     engine.wait_healthy()
 
 
-def _let_go(call: Callable[[], object]) -> None:
-    """Runs it beside; what becomes of it is of no interest."""
-
-    def run() -> None:
+def _hoard(engine: Engine, tokens: int, stop: threading.Event) -> None:
+    """Prompts whose blocks are held for a lease, one after the other."""
+    lost = {"kv_transfer_params": {"do_remote_decode": True}}
+    while not stop.is_set():
         with suppress(OSError):
-            call()
-
-    threading.Thread(target=run, daemon=True).start()
+            ask(engine, COMPLETIONS, request_body(COMPLETIONS, token_ids(tokens), 1, **lost))
 
 
 def _hog(engine: Engine, body: object, stop: threading.Event) -> None:

@@ -111,13 +111,14 @@ def missing() -> str:
     return ""
 
 
-def enter_namespace(command: list[str]) -> int | None:
-    """Runs `command` in a network namespace of its own and returns its exit code; None if this is it already."""
+def enter_namespace(command: list[str]) -> None:
+    """This process becomes `command` in a network namespace of its own, if it is not that already."""
     if os.environ.get(INSIDE):
-        return None
+        return
     script = 'mount -t sysfs sysfs /sys && ip link set lo up && exec "$@"'  # UCX looks for devices in /sys
     inside = ["unshare", "--net", "--mount", "--", "sh", "-c", script, "sh", *command]
-    return subprocess.run(inside, env={**os.environ, INSIDE: "1"}, check=False).returncode
+    sys.stdout.flush()
+    os.execvpe(inside[0], inside, {**os.environ, INSIDE: "1"})
 
 
 # ------------------------------------------------------------------- the process
