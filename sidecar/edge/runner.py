@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.decision.guards import Kind, decide
-from sidecar.decision.shape import may_hold_media
+from sidecar.decision.shape import is_text
 from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
 from sidecar.edge.learning import learn
 from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg
-from sidecar.edge.messages import read_body, to_client, to_decode, to_prefill
+from sidecar.edge.messages import read_body, to_client, to_decode, to_prefill, with_ids
 from sidecar.edge.release import Release
 from sidecar.edge.request import Request
 from sidecar.edge.service import Service, Times
@@ -186,7 +186,7 @@ class Runner:
         api, service = self.api, self.service
         if api is None or not api.passes_token_ids or service.settings.tokenize_once == "off":
             return False
-        return service.connector.hands_off and not may_hold_media(api, self._members[api.prompt[0]])
+        return service.connector.hands_off and is_text(api, self._members[api.prompt[0]])
 
     # -- commands ------------------------------------------------------------------------------------------
 
@@ -241,13 +241,14 @@ class Runner:
         handoff = command.handoff
         if handoff is None:
             self._begin_here()
+        body, handoff = with_ids(self.api, self._members, self._body, handoff)
         params: bytes | None = None
         if handoff is not None:
             params = service.connector.decode_params(handoff)
         elif self._source is not None:
             params = fetching(b"", self._source)
         trace = self._trace.for_decode() if self._trace is not None else b""
-        parts = to_decode(request, self._body, params, trace, with_id=self.api is not None)
+        parts = to_decode(request, body, params, trace, with_id=self.api is not None)
         leg = DecodeLeg(self, parts, handoff, streams_body=request.is_streamed)
         self._start_leg(leg, service.engine)
 
