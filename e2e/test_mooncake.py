@@ -45,7 +45,7 @@ def mooncake_rig() -> Iterator[Rig]:
         "tiny",
         kv_connector="MooncakeConnector",
         connector_config={"mooncake_protocol": "tcp"},
-        extra_env={"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(UNFETCHED_S)},
+        extra_env={"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(UNFETCHED_S), "VLLM_HOST_IP": HOST},
         beside=Beside((packages,), tuple(libraries)),
     ) as rig:
         yield rig

@@ -195,12 +195,6 @@ class Request:
             self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         return self.request_id
 
-    @property
-    def rank(self) -> int:
-        """The data-parallel rank that the client asks for, -1: none."""
-        values = self.values(b"x-data-parallel-rank")
-        return int(values[0]) if values and values[0].isdigit() and len(values[0]) < 6 else -1
-
     # -- header blocks for the legs --
 
     def values(self, key: bytes) -> list[bytes]:

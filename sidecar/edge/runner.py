@@ -133,7 +133,6 @@ class Runner:
             on_attempt=service.observer.prefill_attempt,
             wants_token_ids=decision.kind is Kind.REMOTE and self._wants_token_ids(),
             channel_port=settings.channel_port,
-            client_rank=request.rank if service.connector.names_transfers else -1,
         )
         source = kv_source(service, request) if self.api is not None else None
         if source is None or service.p2p is None or decision.kind is Kind.REFUSED:

@@ -118,7 +118,6 @@ class Exchange:
         "_channel_port",
         "_checked",
         "_client_left",
-        "_client_rank",
         "_connector",
         "_endpoints",
         "_handoff_born",
@@ -166,12 +165,10 @@ class Exchange:
         on_attempt: Callable[[str], None],
         wants_token_ids: bool = False,
         channel_port: int = 0,
-        client_rank: int = -1,
     ) -> None:
         """`now` is a monotonic clock; `lease_s` is how old a handoff may get; `on_attempt` hears the outcome of
         each prefill attempt; `wants_token_ids`: the prefill leg asks for the prompt's token ids, for the decode
-        leg; `channel_port`: where rank 0 of a prefill engine has its control channel; `client_rank`: the
-        data-parallel rank that the client asks for, -1: none."""
+        leg; `channel_port`: where rank 0 of a prefill engine has its control channel."""
         self.decision = decision
         self.what = decision.kind
         """What became of the request so far."""
@@ -206,7 +203,6 @@ class Exchange:
         self._recompute_on_failure = recompute
         self._lease_s = lease_s
         self._channel_port = channel_port
-        self._client_rank = client_rank
         self._tried: list[Endpoint] = []
         self.wants_token_ids = wants_token_ids
         self._prefilling = False
@@ -249,14 +245,14 @@ class Exchange:
         if status != 200:
             return self.fault(prefill_fault(status), f"status {status}")
         endpoint = self._end_prefill("ok")
-        self._rank = self.decision.rank
+        self._rank = max(self.decision.rank, self.prefill_rank)
         self._block_size = block_size
         self.stage = Stage.HANDOFF
         try:
             answer = _decode_answer(body)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             return self._no_kv(Rejection("invalid", f"the prefill answer: {str(error).splitlines()[0][:200]}"))
-        rank = max(self._client_rank if self._client_rank >= 0 else self.prefill_rank, 0)
+        rank = max(self.decision.rank, self.prefill_rank, 0)
         source = Source(
             endpoint.hosts,
             endpoint.facts,
@@ -269,7 +265,8 @@ class Exchange:
         result = self._connector.read(answer, source)
         if isinstance(result, Rejection):
             return self._no_kv(result)
-        self._rank = rank_of_engine(result.engine_id)
+        if not self._connector.names_transfers:
+            self._rank = rank_of_engine(result.engine_id)
         self.prompt_tokens, self.prefill_cached_tokens = result.prompt_tokens, result.prefill_cached_tokens
         if self.decision.is_exact and result.prompt_tokens != self.decision.estimated_tokens:
             # KV of another prompt is wrong text with 200, or the end of the decode engine.
@@ -452,7 +449,7 @@ class Exchange:
         self._trial = self._endpoints.begin(endpoint, decision.estimated_tokens)
         if self._connector.names_transfers:
             self.transfer_id = secrets.token_hex(16)  # whoever can guess it could have the blocks
-            self.prefill_rank = -1 if self._client_rank >= 0 else endpoint.next_rank()
+            self.prefill_rank = -1 if decision.rank >= 0 else endpoint.next_rank(self._now())
         return Prefill(endpoint)
 
     def _end_prefill(self, outcome: str) -> Endpoint:

@@ -88,11 +88,14 @@ class Endpoint:
         """Whether a prefill may be sent here."""
         return not self.blocked and not self.leaving and self.breaker.admits(now)
 
-    def next_rank(self) -> int:
-        """The data-parallel rank for a transfer whose handoff must know it; each in turn, -1 where there is one."""
-        if self.facts.ranks < 2:
+    def next_rank(self, now: float) -> int:
+        """The data-parallel rank for a transfer whose handoff must know it; -1 where there is one. Each in turn,
+        those that bring nothing at present left out."""
+        count = self.facts.ranks
+        if count < 2:
             return -1
-        self.last_rank = (self.last_rank + 1) % self.facts.ranks
+        turns = [(self.last_rank + 1 + step) % count for step in range(count)]
+        self.last_rank = next((rank for rank in turns if self.ranks.admits(rank, now)), turns[0])
         return self.last_rank
 
     @property
