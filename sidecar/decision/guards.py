@@ -9,7 +9,15 @@ import msgspec
 from sidecar.connectors.connector import Connector
 from sidecar.decision.cost import Inputs, Verdict
 from sidecar.decision.rules import Rules
-from sidecar.decision.shape import conversation, exact_tokens, is_token_ids, keeps_local, prompt_bytes
+from sidecar.decision.shape import (
+    conversation,
+    exact_tokens,
+    is_text,
+    is_token_ids,
+    keeps_local,
+    media_in,
+    prompt_bytes,
+)
 from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import Fields
 from sidecar.prefill.address import BadAddress
@@ -52,6 +60,8 @@ class Decision(msgspec.Struct, frozen=True):
     """The prompt is a list of token ids: the estimate is its length."""
     prompt_bytes: int = 0
     """Of a prompt whose tokens are estimated."""
+    is_text: bool = False
+    """Of a prompt that goes remote its token ids are all that there is."""
     conversation: int = 0
     """Prompts with the same number begin alike, so that one endpoint may hold their KV; 0 where none is chosen by
     us."""
@@ -77,6 +87,7 @@ def decide(
     mode: Mode,
     connector: Connector,
     api: Api | None,
+    body: bytes | bytearray | memoryview,
     members: Fields,
     header: list[bytes],
     endpoints: Endpoints,
@@ -84,15 +95,17 @@ def decide(
     block_size: int,
     rank: int = -1,
 ) -> Decision:
-    """Local, remote or refused. `header` holds the values of `x-prefiller-host-port`; `block_size` is the local
-    engine's, 0 if unknown; `rank` is the data-parallel rank that the request is pinned to, -1 for none."""
+    """Local, remote or refused. `members` are those of `body`, `header` the values of `x-prefiller-host-port`;
+    `block_size` is the local engine's, 0 if unknown; `rank` is the data-parallel rank that the request is pinned
+    to, -1 for none."""
     if mode is Mode.OFF or not connector.splits:
         return DISABLED
     if api is None:
         return PATH
     if api.name in connector.never:
         return Decision(Kind.LOCAL, "shape", f"{api.name} with {connector.name}")
-    if why := keeps_local(api, members, remote_media=rules.remote_media):
+    media = media_in(api, body)
+    if why := keeps_local(api, members, media, remote_media=rules.remote_media):
         return Decision(Kind.LOCAL, "shape", why)
     try:
         candidates = endpoints.candidates(header)
@@ -123,6 +136,7 @@ def decide(
         prompt_bytes=size_bytes,
         candidates=tuple(candidates),
         ordered=ordered,
+        is_text=is_text(api, members, media),
         conversation=0 if ordered or len(candidates) == 1 else conversation(api, members),
         rank=rank,
     )

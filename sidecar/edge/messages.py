@@ -3,6 +3,8 @@
 Functions of their arguments alone; what is sent when is the runner's business.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from sidecar.connectors.connector import Handoff
@@ -48,15 +50,15 @@ def read_body(request: Request, api: Api | None, max_bytes: int) -> tuple[Buffer
     return (body, members) if cleaned is None else (cleaned, fields(cleaned))
 
 
-def to_prefill(request: Request, label: str, body: bytes, lines: bytes) -> Parts:
+def to_prefill(request: Request, label: str, body: Sequence[Buffer], lines: bytes) -> Parts:
     """The prefill leg's request; `label` is the endpoint's address, `lines` are header lines of our own."""
     head = b"POST %b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
         request.target,
         request.prefill_block(label.encode()),
         lines,
-        len(body),
+        sum(map(len, body)),
     )
-    return head, body
+    return head + body[0], *body[1:]
 
 
 def with_ids(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.decision.guards import Kind, decide
-from sidecar.decision.shape import is_text
 from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
@@ -107,6 +106,7 @@ class Runner:
                 service.live.mode,
                 service.connector,
                 self.api,
+                self._body,
                 self._members,
                 request.read.get(b"x-prefiller-host-port", []),
                 service.endpoints,
@@ -131,7 +131,7 @@ class Runner:
             recompute=settings.on_prefill_failure == "recompute",
             lease_s=settings.handoff_max_age,
             on_attempt=service.observer.prefill_attempt,
-            wants_token_ids=decision.kind is Kind.REMOTE and self._wants_token_ids(),
+            wants_token_ids=decision.is_text and decision.kind is Kind.REMOTE and self._passes_token_ids(),
             channel_port=settings.channel_port,
         )
         source = kv_source(service, request) if self.api is not None else None
@@ -180,12 +180,12 @@ class Runner:
         """What the client sent behind a request that asks for an upgrade."""
         self._early_tunnel_data = data
 
-    def _wants_token_ids(self) -> bool:
-        """Whether the decode leg may have the prompt as the prefill leg tokenised it: text alone."""
+    def _passes_token_ids(self) -> bool:
+        """Whether the decode leg may have the prompt as the prefill leg tokenised it."""
         api, service = self.api, self.service
         if api is None or not api.passes_token_ids or service.settings.tokenize_once == "off":
             return False
-        return service.connector.hands_off and is_text(api, self._members[api.prompt[0]])
+        return service.connector.hands_off
 
     # -- commands ------------------------------------------------------------------------------------------
 

@@ -158,8 +158,8 @@ def _cuts(body: bytes, start: int, paths: tuple[tuple[str, ...], ...], cuts: lis
 # -- the two legs --------------------------------------------------------------------------------------------
 
 
-def _object(members: Fields, replace: Mapping[str, bytes], drop: frozenset[str]) -> bytes:
-    """A JSON object of `members`, with `replace` in place of (or after) theirs and without `drop`."""
+def _parts(members: Fields, replace: Mapping[str, bytes], drop: frozenset[str]) -> list[bytes | msgspec.Raw]:
+    """A JSON object of `members`, with `replace` in place of (or after) theirs and without `drop`, in parts."""
     missing = dict(replace)
     parts: list[bytes | msgspec.Raw] = []
     for key, value in members.items():
@@ -171,10 +171,29 @@ def _object(members: Fields, replace: Mapping[str, bytes], drop: frozenset[str])
         parts.append(_spelled(key))
         parts.append(own)
     if not parts:
-        return b"{}"
+        return [b"{}"]
     parts[0] = b"{" + bytes(parts[0])[1:]  # in place of the comma
     parts.append(b"}")
-    return b"".join(parts)  # the one copy of what may be a large prompt
+    return parts
+
+
+def _object(members: Fields, replace: Mapping[str, bytes], drop: frozenset[str]) -> bytes:
+    return b"".join(_parts(members, replace, drop))
+
+
+def _in_large_parts(parts: list[bytes | msgspec.Raw]) -> list[bytes | memoryview]:
+    """The same bytes in few parts: what is large stays where it is, what is small is joined."""
+    out: list[bytes | memoryview] = []
+    small: list[bytes | msgspec.Raw] = []
+    for part in parts:
+        view = memoryview(part)
+        if len(view) < LARGE_BYTES:
+            small.append(part)
+            continue
+        out += (b"".join(small), view)
+        small.clear()
+    out.append(b"".join(small))
+    return out
 
 
 def with_members(members: Fields, replacements: Mapping[str, bytes]) -> bytes:
@@ -205,6 +224,9 @@ def _value_of(key: str) -> re.Pattern[bytes]:
 _spellings: dict[str, bytes] = {}
 _MAX_SPELLINGS = 512
 
+LARGE_BYTES = 32768
+"""Of a JSON value: copying less is cheaper than one more buffer to send."""
+
 
 def _spelled(key: str) -> bytes:
     """`,"key":`; remembered for the first keys seen, since clients use a few dozen."""
@@ -216,18 +238,20 @@ def _spelled(key: str) -> bytes:
     return spelling
 
 
-def prefill_body(api: Api, members: Fields, params: bytes, *, wants_token_ids: bool = False) -> bytes:
-    """The prefill leg's body: one token, no stream, one sample, nothing that could end it early; `params` is
-    the JSON that the connector puts into `kv_transfer_params`, b"" for none."""
+def prefill_body(
+    api: Api, members: Fields, params: bytes, *, wants_token_ids: bool = False
+) -> list[bytes | memoryview]:
+    """The prefill leg's body in parts: one token, no stream, one sample, nothing that could end it early. `params`
+    is the JSON that the connector puts into `kv_transfer_params`, b"" for none. A large prompt is not copied."""
     own = {"kv_transfer_params": params} if params else {}
     if wants_token_ids:
         own["return_token_ids"] = b"true"
     if not api.sampling:
-        return _object(members, {**api.caps, **own}, api.drop)
+        return _in_large_parts(_parts(members, {**api.caps, **own}, api.drop))
     inner = members.get(api.sampling)
     capped = _object(fields(inner) if inner is not None else {}, api.caps, api.drop)
     outer = {**api.outer_caps, api.sampling: capped, **own}
-    return _object(members, outer, api.outer_drop)
+    return _in_large_parts(_parts(members, outer, api.outer_drop))
 
 
 def decode_body(body: Body, params: bytes) -> tuple[bytes, memoryview]:

@@ -45,9 +45,19 @@ class World:
         body = {"prompt": [1] * tokens, **more}
         if api is CHAT:
             body = {"messages": [], **more}
-        members = fields(json.dumps(body))
+        encoded = json.dumps(body).encode()
+        members = fields(encoded)
         return decide(
-            mode, CONNECTORS[connector], api, members, list(header), self.endpoints, self.rules, block_size, rank
+            mode,
+            CONNECTORS[connector],
+            api,
+            encoded,
+            members,
+            list(header),
+            self.endpoints,
+            self.rules,
+            block_size,
+            rank,
         )
 
     def open_all(self) -> None:

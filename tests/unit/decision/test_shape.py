@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from sidecar.decision.shape import conversation, exact_tokens, is_token_ids, keeps_local, prompt_bytes
+from sidecar.decision.shape import (
+    Media,
+    conversation,
+    exact_tokens,
+    is_token_ids,
+    keeps_local,
+    media_in,
+    prompt_bytes,
+)
 from sidecar.exchange.apis import APIS, CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Api
 from sidecar.exchange.splice import NotAnObject, fields
 
@@ -21,11 +29,13 @@ SPLITTABLE: dict[str, dict[str, Any]] = {
 
 def why(api: Api, **changes: Any) -> str:
     body = {**SPLITTABLE[api.name], **changes}
-    return keeps_local(api, fields(json.dumps({k: v for k, v in body.items() if v is not ...})))
+    return why_raw(api, json.dumps({k: v for k, v in body.items() if v is not ...}))
 
 
 def why_raw(api: Api, body: str) -> str:
-    return keeps_local(api, fields(body.encode()))
+    found = keeps_local(api, fields(body.encode()), media_in(api, body.encode()))
+    assert found == keeps_local(api, fields(body.encode())), "the look at the whole body has missed something"
+    return found
 
 
 @pytest.mark.parametrize("api", APIS.values(), ids=lambda api: api.name)
@@ -192,6 +202,33 @@ def test_media_behind_urls_that_never_change(api: Api, body: dict[str, Any]) -> 
     assert keeps_local(api, fields(json.dumps(body))) == "remote media"
     assert keeps_local(api, fields(json.dumps(body)), remote_media=True) == ""
     assert keeps_local(CHAT, fields(json.dumps({"messages": [], "n": 2})), remote_media=True) == "n"
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "media"),
+    [
+        (CHAT, '{"messages":[{"content":"a url, please"}]}', Media.NONE),
+        (CHAT, '{"messages":[{"content":"a url"}]}', Media.INLINE),
+        (CHAT, '{"messages":[{"content":"{\\"url\\":\\"http://x\\"}"}]}', Media.NONE),
+        (CHAT, '{"messages":[{"role":"url","content":"x"}]}', Media.INLINE),
+        (CHAT, '{"messages":[{"image_url":{"url" : "data:,"}}]}', Media.INLINE),
+        (CHAT, '{"messages":[{"image_url" :null}]}', Media.INLINE),
+        (CHAT, '{"messages":[{"image_url":{"url":%s"http://x"}}]}' % (" " * 100), Media.PERHAPS_FETCHED),
+        (CHAT, '{"messages":[{"image_url":{"url":"d\\u0061ta:,"}}]}', Media.PERHAPS_FETCHED),
+        (CHAT, '{"messages":[],"metadata":{"callback_url":"http://x"}}', Media.PERHAPS_FETCHED),
+        (CHAT, '{{"messages":[{}]}}'.format(",".join(['{"url":{}}'] * 2000)), Media.PERHAPS_FETCHED),
+        (RESPONSES, '{"input":[{"image_url":"data:,"},{"file_id":"f"}]}', Media.PERHAPS_FETCHED),
+        (COMPLETIONS, '{"prompt":"x","image_url":"http://x"}', Media.NONE),
+    ],
+)
+def test_what_the_bytes_of_a_body_tell_of_media(api: Api, body: str, media: Media) -> None:
+    assert media_in(api, body.encode()) is media_in(api, bytearray(body.encode())) is media
+    assert media_in(CHAT, memoryview(b"{}")) is Media.PERHAPS_FETCHED, "a view cannot be searched"
+
+
+def test_urls_beside_the_prompt_do_not_keep_it_local() -> None:
+    assert why(CHAT, metadata={"callback_url": URL}) == ""
+    assert why(CHAT, metadata={"callback_url": URL}, messages=_content({"image_url": {"url": DATA}})) == ""
 
 
 # -- responses -------------------------------------------------------------------------------------------------

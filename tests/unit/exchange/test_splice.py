@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from sidecar.exchange import splice
 from sidecar.exchange.apis import APIS, FORBIDDEN, Api
 from sidecar.exchange.splice import (
+    LARGE_BYTES,
+    Fields,
     NotAnObject,
     decode_body,
     fields,
@@ -29,6 +31,16 @@ from sidecar.exchange.splice import (
 from tests.unit.exchange.bodies import STORIES, Member, Writer, spelled
 
 PARAMS = b'{"do_remote_prefill":true,"remote_block_ids":[[1, 2]],"x":1.0}'
+
+
+def prefilled(api: Api, members: Fields, params: bytes) -> bytes:
+    """The prefill body, the same in whatever parts it comes."""
+    whole = b"".join(prefill_body(api, members, params))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splice, "LARGE_BYTES", 4)
+        assert b"".join(prefill_body(api, members, params)) == whole
+    return whole
+
 
 bounded = settings(max_examples=150, deadline=None, database=None)
 
@@ -414,7 +426,7 @@ def test_prefill_body(api: Api, story: bytes) -> None:
     """Cases 15 to 19: every limit of every API, present, absent or null; all that shapes the prompt as it was."""
     body = body_for(api, story)
     caps, dropped, _ = CONTRACT[api.name]
-    before, out = fields(body), prefill_body(api, fields(body), PARAMS)
+    before, out = fields(body), prefilled(api, fields(body), PARAMS)
     after = fields(out)
     meaning = pairs(out)
     assert len(meaning) == len(dict(meaning)), "a key stands twice"
@@ -461,7 +473,7 @@ def test_limits_at_both_legs(api: Api, limit: str | None) -> None:
     names = [name for name in api.caps if name.startswith("max_")]
     inner = ",".join(f'"{name}":{limit}' for name in names) if limit is not None else '"seed":1'
     body = (f'{{"{api.sampling}":{{{inner}}},"a":1}}' if api.sampling else f'{{{inner},"a":1}}').encode()
-    prefill = json.loads(prefill_body(api, fields(body), PARAMS))
+    prefill = json.loads(prefilled(api, fields(body), PARAMS))
     prefill = prefill[api.sampling] if api.sampling else prefill
     assert [prefill[name] for name in names] == [1] * len(names)
     head, rest = decode_body(body, PARAMS)
@@ -472,7 +484,7 @@ def test_order_of_tool_schemas_is_kept() -> None:
     """Case 18."""
     tools = b'[ {"type":"function", "function":{"name":"z","parameters":{"b":1,"a":{"d":1.0,"c":2}}}} ]'
     body = b'{"tools":' + tools + b',"messages":[],"max_tokens":7}'
-    assert tools in prefill_body(APIS[b"/v1/chat/completions"], fields(body), PARAMS)
+    assert tools in prefilled(APIS[b"/v1/chat/completions"], fields(body), PARAMS)
 
 
 def test_spellings_are_remembered_within_a_bound() -> None:
@@ -515,7 +527,7 @@ def test_every_kind_of_buffer(kind: Any) -> None:
     assert fields_if_object(kind(b"no json")) == {}
     with pytest.raises(NotAnObject):
         fields_if_object(kind('{"kv_transfer_params":1}'.encode("utf-16")))
-    assert json.loads(prefill_body(APIS[b"/v1/completions"], fields(clean), b"{}"))["prompt"] == "a"
+    assert json.loads(prefilled(APIS[b"/v1/completions"], fields(clean), b"{}"))["prompt"] == "a"
 
 
 # -- two values of a handoff -----------------------------------------------------------------------------------
@@ -559,3 +571,15 @@ def test_replaced_values(body: bytes) -> None:
     assert {key: bytes(raw) for key, raw in after.items() if key not in NEW} == {
         key: bytes(raw) for key, raw in before.items() if key not in NEW
     }
+
+
+def test_a_large_prompt_is_sent_from_where_it_lies() -> None:
+    prompt = json.dumps("x" * LARGE_BYTES).encode()
+    parts = prefill_body(
+        APIS[b"/v1/completions"], fields(b'{"model":"m","prompt":%b,"max_tokens":5}' % prompt), PARAMS
+    )
+    before, view, behind = parts
+    assert isinstance(view, memoryview)
+    assert view == prompt
+    assert before == b'{"model":"m","prompt":'
+    assert bytes(behind).startswith(b',"max_tokens":1,"stream":false')
