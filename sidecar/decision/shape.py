@@ -27,6 +27,7 @@ _MAY_BE_IDS = ("prompt", "token_ids")
 _URL_KEY = b'url"'
 """Ends every key behind which the APIs have a URL, or an object with one."""
 _URLS_LOOKED_AT = 1000
+_PICTURE_BYTES = 262144
 
 
 class _Tool(msgspec.Struct):
@@ -129,7 +130,10 @@ def is_text(api: Api, members: Fields, media: Media) -> bool:
     prompt = members[api.prompt[0]]
     if api.ids_are_prompts:
         return bytes(memoryview(prompt)[:1]) == b'"'
-    return media is Media.NONE or not _may_hold_media(api, prompt)
+    if media is Media.NONE:
+        return True
+    # A key that ends like a medium's may be a tool's. In what is this large it is a picture's, most likely.
+    return len(memoryview(prompt)) < _PICTURE_BYTES and not _may_hold_media(api, prompt)
 
 
 def _fetches_media(api: Api, prompt: msgspec.Raw) -> bool:

@@ -10,6 +10,7 @@ from sidecar.decision.shape import (
     Media,
     conversation,
     exact_tokens,
+    is_text,
     is_token_ids,
     keeps_local,
     media_in,
@@ -356,3 +357,23 @@ def test_conversations_differ(api: Api, members: Callable[[str], dict[str, Any]]
     numbers = [number_of(api, **members(question)) for question in QUESTIONS]
     assert len(set(numbers)) == len(QUESTIONS)
     assert [number_of(api, **members(question + "and more")) for question in QUESTIONS] == numbers
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "text"),
+    [
+        (_content({"type": "text", "text": "x"}), None, True),
+        (
+            _content({"type": "text", "text": "x"}),
+            [{"function": {"parameters": {"url": {"type": "string"}}}}],
+            True,
+        ),
+        (_content({"image_url": {"url": DATA}}), None, False),
+        ([{"role": "user", "content": "x" * 300_000}], None, True),
+        ([{"role": "user", "content": "x" * 300_000}], [{"function": {"parameters": {"url": {}}}}], False),
+    ],
+    ids=["text", "a tool with a url", "picture", "large text", "large, and a tool with a url: not worth a copy"],
+)
+def test_prompts_that_are_text_alone(messages: Any, tools: Any, text: bool) -> None:
+    body = json.dumps({"messages": messages, "tools": tools}).encode()
+    assert is_text(CHAT, fields(body), media_in(CHAT, body)) is text
