@@ -376,9 +376,8 @@ def _tasks() -> int:
 
 
 def _overhead_s(times: Times) -> float:
-    """The time to the first byte that no engine took; of failed prefill attempts, theirs too."""
-    prefill = times.prefill_done - times.prefill_sent if times.prefill_done else 0.0
-    return max(0.0, times.decode_sent - times.complete - prefill)
+    """The time to the first byte that no engine took."""
+    return max(0.0, times.decode_sent - times.complete - times.engines_s)
 
 
 def _decision_record(

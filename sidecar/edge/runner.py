@@ -49,7 +49,9 @@ class Runner:
         "_early_tunnel_data",
         "_exchange",
         "_finished",
+        "_heard_at",
         "_leg",
+        "_leg_began",
         "_members",
         "_refusal",
         "_source",
@@ -75,6 +77,8 @@ class Runner:
         self._members: Fields = {}
         self._body: Buffer = b""
         self._leg: Leg | None = None
+        self._leg_began = self._heard_at = 0.0
+        """When the present leg began, and when its engine, or whoever watches it, last said something that counts."""
         self._timer: asyncio.TimerHandle | None = None
         self._unwatch: Callable[[], None] | None = None
         self._ahead = 0
@@ -287,7 +291,7 @@ class Runner:
         endpoint = self._exchange.prefill_endpoint
         if endpoint is not None:
             endpoint.peer_host = peer_host
-        self._times.prefill_done = time.monotonic()
+        self._heard_at = self._times.prefill_done = time.monotonic()
         self._do(self._exchange.prefill_answered(status, body, born, self.service.live.engine_facts.block_size))
 
     def fault(self, name: str, detail: str = "") -> None:
@@ -296,6 +300,7 @@ class Runner:
         if self._client_left:  # nobody waits for what would follow
             self._finish()
             return
+        self._heard_at = time.monotonic()
         if exchange.stage in (Stage.DECODE, Stage.HANDOFF) and name in ("refused", "unreachable"):
             self.service.observer.engine_gone(name, detail)
         self._do(exchange.fault(name, detail))
@@ -320,6 +325,7 @@ class Runner:
 
     def decode_answered(self, head: Head) -> None:
         assert self._exchange is not None
+        self._heard_at = time.monotonic()
         self._exchange.decode_status(head.status)
         self._give_back()
         is_events = head.value(b"content-type").startswith(b"text/event-stream")
@@ -332,6 +338,7 @@ class Runner:
 
     def first_event(self, is_error: bool) -> None:
         assert self._exchange is not None
+        self._heard_at = time.monotonic()
         self._stop_watching()
         if self._client_left:
             self._finish()
@@ -489,6 +496,9 @@ class Runner:
 
     def _start_leg(self, leg: Leg, pool: EnginePool) -> None:
         self._leg = leg
+        if self._heard_at:
+            self._times.engines_s += self._heard_at - self._leg_began
+        self._leg_began = time.monotonic()
         self.service.observer.leg_started(leg.name)
         leg.acquire(pool)
 

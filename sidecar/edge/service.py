@@ -45,6 +45,8 @@ class Times:
     first_byte: float = 0.0
     """The first byte of the answer's body went to the client."""
     end: float = 0.0
+    engines_s: float = 0.0
+    """What the legs before the one that is answered took, failed ones too."""
     pieces: int = 0
     """Of an answer that is whole; 0: unknown."""
 

@@ -457,6 +457,25 @@ def test_time_between_tokens(target: str, rig: Rig) -> None:
     assert 0.02 < gain("itl_seconds_sum") < 0.1  # eight tokens and [DONE]; 0.2 if they were taken for one piece
 
 
+@pytest.mark.parametrize("stage", ["prefill", "pull"])
+def test_time_lost_on_an_engine_that_fails_is_not_the_sidecars(rigged: Callable[..., Rig], stage: str) -> None:
+    rig = rigged("--prefill-timeout", "1", "--pull-timeout", "1")
+    before = rig.sidecar.metrics()
+    if stage == "prefill":
+        rig.prefill.fault(Fault(silence=True), path=CHAT)
+    else:
+        rig.decode.faults.once(Fault(delay_head_seconds=1.0, status=500), path=CHAT)
+    answer = rig.post(CHAT, chat())
+    assert answer.decision.startswith("recompute")
+
+    def gain(name: str) -> float:
+        return rig.sidecar.metrics()(name) - before(name)
+
+    eventually(lambda: gain("ttft_seconds_count") == 1)
+    assert gain("ttft_seconds_sum") > 0.9
+    assert gain("overhead_seconds_sum") < 0.5
+
+
 def test_metrics_and_decisions(rigged: Callable[..., Rig]) -> None:
     rig = rigged("--log-format", "json", "--decision-header", "off")
     before = rig.sidecar.metrics()

@@ -102,7 +102,7 @@ def test_names_that_dashboards_depend_on(world: Watched) -> None:
 
 def test_remote_request(world: Watched) -> None:
     play = pulling(world) >> decoded(stream=True) << Peek >> first_event() << Relay
-    world.end(play, prefill_sent=1.5, prefill_done=3.0, decode_sent=3.5, first_byte=4.0)
+    world.end(play, prefill_sent=1.5, prefill_done=3.0, engines_s=1.5, decode_sent=3.5, first_byte=4.0)
     assert world.metrics("requests_total") == {("chat", "remote", "long", "200"): 1}
     assert world.metrics("handoffs_total") == {("used",): 1}
     assert world.metrics("fallbacks_total") == {}
