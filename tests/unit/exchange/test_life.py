@@ -773,3 +773,37 @@ def test_choices_without_ids(world: World, choices: Any) -> None:
     body = answer(params(), prompt_tokens=40, **more)
     play = asking_for_ids(world) >> start << Prefill(world.a) >> prefilled(body=body) << Check
     assert play.handoff.token_ids == b""
+
+
+# -- transfers that both legs name ---------------------------------------------------------------------------------
+
+
+def test_each_attempt_has_a_name_of_its_own() -> None:
+    world = World(connector="offloading")
+    play = world.remote(world.a, world.b) >> start << Prefill(world.a)
+    first = play.exchange.transfer_id
+    assert play >> fault("refused") << Prefill(world.b)
+    second = play.exchange.transfer_id
+    assert len({first, second, ""}) == 3
+    play = play >> prefilled(body=answer(..., prompt_tokens=40)) << Check
+    named = json.loads(play.handoff.params)["remote_prefiller"]
+    assert (named["kv_request_id"], named["remote_host"]) == (second, "10.0.0.6")
+
+
+@pytest.mark.parametrize("connector", ["offloading", "mooncake"])
+def test_a_rank_that_brings_nothing_is_left_out(connector: str) -> None:
+    """Each rank in turn; what fails says nothing of the others behind the same port."""
+    world = World(connector=connector, attempts=1)
+    world.a.facts = EngineFacts(block_size=16, ranks=3)
+
+    def rank(rejection: Rejection | None = None) -> int:
+        play = world.remote(world.a) >> start << Prefill(world.a)
+        chosen = play.exchange.prefill_rank
+        play = play >> prefilled(body=answer(..., prompt_tokens=40)) << Check >> checked(rejection)
+        assert play << (LOCAL if rejection else Decode)
+        return chosen
+
+    assert [rank() for _ in range(4)] == [0, 1, 2, 0]
+    assert rank(Rejection("side_channel_dead", "10.0.0.5:7778")) == 1
+    assert [rank() for _ in range(4)] == [2, 0, 2, 0]
+    assert world.a.breaker.state is State.CLOSED
