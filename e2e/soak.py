@@ -66,6 +66,8 @@ class Soaked:
 
     seconds: float
     seed: int
+    warm_s: float = 0.0
+    """Before it: until allocators have seen the most of everything, which takes tens of minutes."""
     samples: list[Sample] = field(default_factory=list)
     """In the storm, the warm-up not among them."""
     before: Sample | None = None
@@ -125,7 +127,7 @@ async def soak(
     seconds: float, warm_s: float, interval_s: float, seed: int, say: Callable[[str], None] = lambda _: None
 ) -> Soaked:
     """A warm-up storm, rest, the storm, rest. RuntimeError if the sidecar ends."""
-    soaked = Soaked(seconds, seed)
+    soaked = Soaked(seconds, seed, warm_s)
     engines = [Engine(num_blocks=16384) for _ in range(1 + PREFILL_ENGINES)]
     await start(engines)
     sidecar = None
@@ -229,7 +231,8 @@ revision {revision}.
 
 {machine}
 
-{minutes:,.0f} minutes of {what}: {answers:,} answers.
+{minutes:,.0f} minutes of {what}:
+{answers:,} answers, with those of {warm:,.0f} minutes before it, which are not measured.
 """
 _SIMULATED = """a storm at full rate on simulated engines, with every sort of fault on both sides, engines frozen,
 killed and started again meanwhile"""
@@ -249,6 +252,7 @@ def markdown(soaked: Soaked, described: dict[str, Any], started: str, *, real: b
             real="--real " if real else "",
             what=_REAL if real else _SIMULATED,
             minutes=soaked.seconds / 60,
+            warm=soaked.warm_s / 60,
             seed=soaked.seed,
             started=started,
             revision=described["revision"],
@@ -283,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
     """0 if everything returned to where it was and every curve is flat."""
     parser = argparse.ArgumentParser(prog="python -m e2e.soak", description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0, help="length of the storm")
-    parser.add_argument("--warm-minutes", type=float, help="of the storm before it (default: a tenth)")
+    parser.add_argument("--warm-minutes", type=float, help="of the storm before it (default: a third)")
     parser.add_argument("--interval", type=float, default=5.0, help="seconds between two looks")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--real", action="store_true", help="the scenarios of `make faults` on real engines")
@@ -293,7 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the sidecar is ended then too
     if options.real and not wire.missing():
         wire.enter_namespace([sys.executable, "-m", "e2e.soak", *words])
-    warm = options.minutes / 10 if options.warm_minutes is None else options.warm_minutes
+    warm = options.minutes / 3 if options.warm_minutes is None else options.warm_minutes
     described = machine.describe({}, sys.executable)
     started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 

@@ -46,7 +46,7 @@ def soak(
     seconds: float, warm_s: float, interval_s: float, seed: int, say: Callable[[str], None] = lambda _: None
 ) -> Soaked:
     """Warms up, rests, plays, rests."""
-    soaked = Soaked(seconds, seed)
+    soaked = Soaked(seconds, seed, warm_s)
     with ExitStack() as stack:
         line = None if wire.missing() else stack.enter_context(wire.Wire(seed))
         place = Place(wire.FAR, line.netns) if line is not None else None

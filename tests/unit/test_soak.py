@@ -20,7 +20,7 @@ def soaked(rise_mib_per_hour: float = 0.0, **after: int) -> Soaked:
         replace(REST, at_s=at * 60.0, rss_mib=40 + rise_mib_per_hour * at / 60, descriptors=90, tasks=30 + at % 2)
         for at in range(60)
     ]
-    return Soaked(3600, 1, samples, REST, replace(REST, **after), Counter({"200 remote": 10, "cut": 1}))
+    return Soaked(3600, 1, 1200, samples, REST, replace(REST, **after), Counter({"200 remote": 10, "cut": 1}))
 
 
 def test_the_slope_of_a_line_is_found_in_noise() -> None:
@@ -53,6 +53,7 @@ def test_the_report_says_so() -> None:
     assert "Every answer was one that the failure table allows" in good
     assert "| RSS, MiB | 40.0 → 40.0 | +0.00 ± 0.00 (limit 1) | flat |" in good
     assert "![](soak.svg)" in good
+    assert "with those of 20 minutes before it, which are not measured" in good
     real = soak.markdown(soaked(), MACHINE, "today", real=True)
     assert "`python -m e2e.soak --real --minutes 60 --seed 1 --write`" in real
     assert "![](soak-real.svg)" in real
