@@ -273,6 +273,14 @@ def markdown(soaked: Soaked, described: dict[str, Any], started: str, *, real: b
     return "\n".join([*lines, *table(["answer", "times"], [[k, f"{v:,}"] for k, v in soaked.seen.most_common()])])
 
 
+def as_json(soaked: Soaked, described: dict[str, Any]) -> str:
+    """All of it."""
+    return json.dumps(
+        {"machine": described, **vars(soaked), "samples": [asdict(one) for one in soaked.samples]}
+        | {name: one and asdict(one) for name, one in (("before", soaked.before), ("after", soaked.after))}
+    )
+
+
 def plot(soaked: Soaked) -> str | None:
     """The curves."""
     titles = {name: title for name, (title, _) in MEASURES.items()} | {"inflight": "legs in flight"}
@@ -317,7 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.write:
         document = DOCUMENT.with_name("soak-real.md") if options.real else DOCUMENT
         document.write_text(text)
-        document.with_suffix(".json").write_text(json.dumps({"machine": described, **asdict(soaked)}) + "\n")
+        document.with_suffix(".json").write_text(as_json(soaked, described) + "\n")
         if svg := plot(soaked):
             document.with_suffix(".svg").write_text(svg)
     flat = all(row[-1] == "flat" for row in verdicts(soaked))

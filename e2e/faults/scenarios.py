@@ -248,11 +248,10 @@ def dns_away(play: Play) -> None:
 def aborts(play: Play) -> None:
     """A hundred clients a second leave, at every moment of their requests, while others are answered as ever."""
     play.serve()
-    end = time.monotonic() + play.draw.uniform(3.0, 5.0)
-    left = 0
+    left, lasts_s = 0, play.draw.uniform(3.0, 5.0)
     with play.load(2, 3), ThreadPoolExecutor(64) as pool:
         began = time.monotonic()
-        while time.monotonic() < end:
+        while time.monotonic() < began + lasts_s:
             wait_s = play.draw.choice((0.0, 0.01, 0.05, 0.2)) * play.draw.random()
             pool.submit(_leave, play, wait_s, streamed=play.draw.random() < 0.5)
             left += 1

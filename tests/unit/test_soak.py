@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -60,6 +61,14 @@ def test_the_report_says_so() -> None:
     bad = soak.markdown(soaked(2, tasks=13), MACHINE, "today")
     assert "**RISES**" in bad
     assert "- tasks: 12 before, 13 after" in bad
+
+
+def test_all_of_it_can_be_kept() -> None:
+    kept = json.loads(soak.as_json(soaked(), MACHINE))
+    assert kept["seen"] == {"200 remote": 10, "cut": 1}
+    assert len(kept["samples"]) == 60
+    assert kept["before"]["rss_mib"] == 40
+    assert kept["machine"] == MACHINE
 
 
 def test_the_curves_are_a_drawing() -> None:
