@@ -248,7 +248,7 @@ class Runner:
         params: bytes | None = None
         if handoff is not None:
             params = service.connector.decode_params(handoff)
-        elif self._source is not None:
+        elif self._source is not None and service.p2p is not None and self._source != service.p2p.own:
             params = fetching(b"", self._source)
         trace = self._trace.for_decode() if self._trace is not None else b""
         parts = to_decode(request, body, params, trace, with_id=self.api is not None)

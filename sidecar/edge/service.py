@@ -118,6 +118,10 @@ class HandoffGate(Protocol):
 class SourceGate(Protocol):
     """Knows whether the engines may fetch blocks from a peer."""
 
+    @property
+    def own(self) -> Address | None:
+        """The local engine's channel, if it is known."""
+
     def reach(self, source: Address, reached: Callable[[bool], None]) -> None:
         """Calls `reached`, soon, with whether it answers."""
 

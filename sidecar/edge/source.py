@@ -15,7 +15,7 @@ HEADER = b"x-kv-cache-source-host-port"
 
 def kv_source(service: Service, request: Request) -> Address | None:
     """The P2P channel of the peer that the header names, if it may be contacted. The gateway knows the pod's
-    serving port alone: the host counts, the port is everyone's."""
+    serving port alone: it tells the rank, in a pod whose ranks are served where ours are, and nothing else."""
     values = request.read.get(HEADER)
     if not values or service.p2p is None:
         return None
@@ -25,7 +25,11 @@ def kv_source(service: Service, request: Request) -> Address | None:
         return None
     if not service.endpoints.admits_host(named.host, named.port):
         return None
-    return Address(named.host, service.settings.p2p_connector_port)
+    settings = service.settings
+    rank = named.port - settings.port
+    if not 0 <= rank < settings.data_parallel_size:
+        rank = 0
+    return Address(named.host, settings.p2p_connector_port + rank)
 
 
 def fetching(params: bytes, source: Address) -> bytes:

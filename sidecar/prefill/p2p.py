@@ -53,7 +53,7 @@ class P2PGate:
 
     def __init__(self, background: Background, own: Address | None, timeout_s: float) -> None:
         self._background = background
-        self._own = own
+        self.own = own
         self._timeout_s = timeout_s
         self._own_problem = ""
 
@@ -83,17 +83,17 @@ class P2PGate:
             _log.exception("asking P2P channel %s", peer)
             return Rejection("side_channel_dead", f"asking it failed: {type(error).__name__}")
         if own:
-            return Rejection("own_channel_dead", f"P2P channel {self._own}: {own}")
+            return Rejection("own_channel_dead", f"P2P channel {self.own}: {own}")
         if theirs:
             change = "set VLLM_P2P_SIDE_CHANNEL_HOST there, and --p2p-connector-port here"
             return Rejection("side_channel_dead", f"P2P channel {peer}: {theirs}; {change}")
         return None
 
     async def _ask_own(self) -> str:
-        if self._own is None:
+        if self.own is None:
             return ""
-        problem = await greeting(self._own, self._timeout_s)
+        problem = await greeting(self.own, self._timeout_s)
         if problem and not self._own_problem:
-            _log.error("the decode engine's P2P channel %s: %s; restart the engine", self._own, problem)
+            _log.error("the decode engine's P2P channel %s: %s; restart the engine", self.own, problem)
         self._own_problem = problem
         return problem

@@ -150,6 +150,23 @@ def test_whichever_leg_computes_gets_the_source(stack: ExitStack) -> None:
     assert "remote_kv_source" not in remote
 
 
+def test_prefill_does_not_fetch_from_itself(stack: ExitStack) -> None:
+    world = World(stack, *OFFLOADING, *PULL)
+    assert world.rig.post(COMPLETIONS, completion(), named("127.0.0.1:8000")).decision.startswith("remote")
+    (prefill,), _ = world.params()
+    assert prefill.keys() == {"remote_decoder"}
+
+
+def test_decode_does_not_fetch_from_itself(stack: ExitStack) -> None:
+    """A gateway may name the very pod that it sends the request to: that is where the prefix is."""
+    own = Channel()
+    stack.callback(own.close)
+    here = ("--p2p-connector-port", str(own.port), "--local-p2p", f"127.0.0.1:{own.port}")
+    world = World(stack, *OFFLOADING, *PULL, "--disagg", "off", *here)
+    assert world.rig.post(COMPLETIONS, completion(), named("127.0.0.1:8000")).status == 200
+    assert world.params()[1] == [None]
+
+
 @pytest.mark.parametrize(
     ("flags", "source"),
     [
