@@ -148,7 +148,9 @@ def _auto(decision: Decision, api: Api, members: Fields, endpoints: Endpoints, r
     tokens = decision.estimated_tokens
     if tokens < rules.min_remote_tokens:
         return _kept(decision, "short")
-    cached = rules.cached_tokens(api, members) if decision.is_exact else 0
+    # Ranks behind one port publish on ports of their own, and the first one's is heard: no other is known.
+    is_heard = decision.rank <= 0
+    cached = rules.cached_tokens(api, members) if decision.is_exact and is_heard else 0
     if tokens - cached < rules.min_remote_tokens:
         return _kept(decision, "cached", inputs=Inputs(tokens, cached))
     inputs, verdict = rules.weigh(tokens, cached, endpoints.least_tokens_in_flight(decision.candidates))

@@ -282,6 +282,13 @@ def test_what_decode_holds_is_not_computed_elsewhere(
     assert outcome(world.decide(tokens=tokens, mode=Mode.ON)) == ("remote", "on")
 
 
+def test_what_a_rank_holds_is_not_known_of_the_others(world: World) -> None:
+    """Where ranks share a port, the events of the first one are heard: they say nothing of another's cache."""
+    world.rules.index = Held(10_000)
+    assert outcome(world.decide(tokens=1000, rank=0)) == ("local", "cached")
+    assert outcome(world.decide(tokens=1000, rank=1)) == ("remote", "long")
+
+
 def test_minimum_zero_means_every_prompt(world: World) -> None:
     """Also one that decode holds entirely."""
     world = World(LISTED, minimum=0)
