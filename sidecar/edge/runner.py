@@ -78,7 +78,7 @@ class Runner:
         self._body: Buffer = b""
         self._leg: Leg | None = None
         self._leg_began = self._heard_at = 0.0
-        """When the present leg began, and when its engine, or whoever watches it, last said something that counts."""
+        """When the present leg began, and when its engine (or who watches it) last said something that counts."""
         self._timer: asyncio.TimerHandle | None = None
         self._unwatch: Callable[[], None] | None = None
         self._ahead = 0
