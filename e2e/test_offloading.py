@@ -16,7 +16,9 @@ import pytest
 from e2e.conftest import (
     APIS,
     COMPLETIONS,
+    GENERATE,
     LEASE_S,
+    TOKEN_BYTES,
     Asking,
     Hold,
     Pair,
@@ -30,6 +32,7 @@ from e2e.conftest import (
     prompt,
     request_body,
     text_of,
+    token_ids,
 )
 from e2e.engines import HOST, Engine, Rig, free_ports
 from tests.integration.client import Client
@@ -224,6 +227,40 @@ def test_a_prefix_of_a_peer(tier: Pair) -> None:
     assert from_peer(tier, elsewhere, tier.prefill.address) == 0  # there is nobody
     assert greets(tier.decode)
     idle(sidecar)
+
+
+def test_prefill_fetches_what_decode_has(both_ways_rig: Rig) -> None:
+    """The conversation so far, answer and all, by the hash of its tokens; another prompt's never."""
+    with ExitStack() as stack:
+        pair = mended(Pair(both_ways_rig.prefill[0], both_ways_rig.decode[0], stack))
+        sidecar = serve(pair, "--prefill-from-decode", "on")
+        first = token_ids(600)
+        turn = request_body(GENERATE, first, 80)
+        turn["sampling_params"]["ignore_eos"] = True
+        said = ask(pair.decode, GENERATE, turn).json["choices"][0]["token_ids"]
+        time.sleep(0.5)  # it is put into the tier with the engine's next steps
+
+        def fetched() -> int:
+            read_bytes = pair.prefill.metrics().total("vllm:kv_offload_tiering_read_bytes_total", tier="1:p2p")
+            return int(read_bytes) // TOKEN_BYTES
+
+        before = fetched()
+        body = request_body(GENERATE, [*first, *said, *token_ids(60)])
+        answer = ask(sidecar, GENERATE, body)
+        assert answer.decision.startswith("remote")
+        assert text_of(answer) == local_text(pair.decode, GENERATE, body)
+        assert 600 < fetched() - before <= 600 + 80
+        before = fetched()
+        assert ask(sidecar, GENERATE, request_body(GENERATE, token_ids(600))).decision.startswith("remote")
+        assert fetched() == before
+        idle(sidecar)
+
+
+@pytest.fixture(scope="module")
+def both_ways_rig() -> Iterator[Rig]:
+    config = {**TIER, "offload_prompt_only": False}
+    with Rig("tiny", kv_connector="OffloadingConnector", connector_config=config, prog_thread=True) as rig:
+        yield rig
 
 
 @pytest.fixture(scope="module")

@@ -284,7 +284,11 @@ class Sidecar:
             idle_timeout_s=settings.engine_idle_timeout,
         )
         connector = CONNECTORS[settings.kv_connector]
-        p2p = P2PGate(self._background, _local_p2p(settings, rank), settings.prefill_connect_timeout)
+        own = _local_p2p(settings, rank)
+        p2p = P2PGate(self._background, own, settings.prefill_connect_timeout)
+        from_decode = settings.prefill_from_decode == "on"
+        if from_decode and own is None:
+            _log.warning("--prefill-from-decode needs --local-p2p: where the decode engine's P2P tier is")
         service = Service(
             loop=self._loop,
             settings=settings,
@@ -297,7 +301,7 @@ class Sidecar:
             observer=self._observer,
             watch=watch,
             gate=p2p if connector.channel is Channel.P2P else self._bootstrap or self._gate,
-            p2p=p2p if settings.enable_p2p_pull == "on" else None,
+            p2p=p2p if from_decode or settings.enable_p2p_pull == "on" else None,
             rules=self._make_rules(rank, probe, engine),
             tracer=self._tracer,
             by_port=self._services,

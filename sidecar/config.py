@@ -215,6 +215,10 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
         Literal["on", "off"],
         _m("whichever engine computes may fetch a prefix from the peer that x-kv-cache-source-host-port names"),
     ] = "off"
+    prefill_from_decode: Annotated[
+        Literal["on", "off"],
+        _m("prefill may fetch what the decode engine holds of a prompt, earlier turns, from its P2P tier"),
+    ] = "off"
     local_p2p: Annotated[
         str,
         _m(

@@ -21,7 +21,7 @@ from sidecar.edge.messages import read_body, to_client, to_decode, to_prefill, w
 from sidecar.edge.release import Release
 from sidecar.edge.request import Request
 from sidecar.edge.service import Service, Times
-from sidecar.edge.source import fetching, kv_source
+from sidecar.edge.source import for_decode, for_prefill, kv_source
 from sidecar.edge.tunnel import join
 from sidecar.exchange import life
 from sidecar.exchange.apis import APIS, Api
@@ -138,7 +138,7 @@ class Runner:
             wants_token_ids=decision.is_text and decision.kind is Kind.REMOTE and self._passes_token_ids(),
             channel_port=settings.channel_port,
         )
-        source = kv_source(service, request) if self.api is not None else None
+        source = kv_source(service, request, decision.kind) if self.api is not None else None
         if source is None or service.p2p is None or decision.kind is Kind.REFUSED:
             self._do(self._exchange.start())
         else:
@@ -208,10 +208,9 @@ class Runner:
             self._timer = loop.call_later(max(left_s, 0.0), self._prefill_timed_out)
         assert self.api is not None
         assert self._exchange is not None
-        exchange, source = self._exchange, self._source
+        exchange = self._exchange
         params = service.connector.prefill_params(exchange.transfer_id)
-        if source is not None and source.host not in endpoint.hosts:  # an engine cannot fetch from itself
-            params = fetching(params, source)
+        params = for_prefill(params, self._source, endpoint, service)
         body = prefill_body(self.api, self._members, params, wants_token_ids=exchange.wants_token_ids)
         lines = self._trace.for_prefill() if self._trace is not None else b""
         if exchange.prefill_rank >= 0:
@@ -245,11 +244,11 @@ class Runner:
         if handoff is None:
             self._begin_here()
         body, handoff = with_ids(self.api, self._members, self._body, handoff)
-        params: bytes | None = None
+        params: bytes | None
         if handoff is not None:
             params = service.connector.decode_params(handoff)
-        elif self._source is not None and service.p2p is not None and self._source != service.p2p.own:
-            params = fetching(b"", self._source)
+        else:
+            params = for_decode(self._source, service)
         trace = self._trace.for_decode() if self._trace is not None else b""
         parts = to_decode(request, body, params, trace, with_id=self.api is not None)
         leg = DecodeLeg(self, parts, handoff, streams_body=request.is_streamed)

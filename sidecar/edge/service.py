@@ -144,7 +144,7 @@ class Service:
     """None: handoffs are passed on with the address that the prefill engine gave."""
     rules: Rules
     p2p: SourceGate | None = None
-    """None: nothing is fetched from peers that a header names."""
+    """None: nothing is fetched from peers."""
     tracer: Tracer | None = None
     """None: tracing is off."""
     by_port: dict[int, "Service"] = field(default_factory=dict)

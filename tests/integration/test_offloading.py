@@ -184,6 +184,24 @@ def test_a_source_that_is_not_used(stack: ExitStack, flags: tuple[str, ...], sou
     assert world.params()[1] == [None]
 
 
+def test_prefill_may_fetch_from_decode(stack: ExitStack) -> None:
+    world = World(stack, *OFFLOADING, "--prefill-from-decode", "on", "--disagg", "auto")
+    assert world.rig.post(COMPLETIONS, completion(40)).decision == "local; reason=short"
+    for _ in range(2):
+        assert world.rig.post(COMPLETIONS, completion(2000)).decision.startswith("remote")
+    prefill, decode = world.params()
+    names = set()
+    for found in prefill:
+        source = found["remote_kv_source"]
+        assert (source["remote_host"], source["remote_port"]) == ("127.0.0.1", world.own.port)
+        names |= {source["kv_request_id"], found["remote_decoder"]["kv_request_id"]}
+    assert len(names) == 4
+    assert decode[0] is None  # the engine cannot fetch from itself
+    world.own.close()
+    assert world.rig.post(COMPLETIONS, completion(2000)).decision.startswith("recompute")
+    assert "remote_kv_source" not in world.params()[0][-1]
+
+
 def test_with_nixl_too(stack: ExitStack) -> None:
     """A MultiConnector's engines: `do_remote_decode` and the source, side by side."""
     world = World(stack, *PULL, "--disagg", "off", "--warm-up", "off")

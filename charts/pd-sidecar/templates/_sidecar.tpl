@@ -47,7 +47,8 @@ and prefill.enabled off, puts it into a pod of its own:
 {{- define "pd-sidecar.uses-p2p" -}}
 {{- $settings := .Values.sidecar.settings }}
 {{- $pulls := eq (include "pd-sidecar.spelled" (get $settings "enable-p2p-pull")) "on" }}
-{{- if or $pulls (eq (toString (get $settings "kv-connector")) "offloading") }}yes{{ end }}
+{{- $fetches := eq (include "pd-sidecar.spelled" (get $settings "prefill-from-decode")) "on" }}
+{{- if or $pulls $fetches (eq (toString (get $settings "kv-connector")) "offloading") }}yes{{ end }}
 {{- end }}
 
 {{- define "pd-sidecar.container" -}}
