@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from sidecar.config import Settings
+from sidecar.settings import Settings
 
 _log = logging.getLogger("sidecar")
 

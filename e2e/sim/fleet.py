@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from e2e.sim.engines import DecodeEngine, PrefillEngine, Speeds
-from sidecar.config import Settings
 from sidecar.decision.cost import Costs
 from sidecar.decision.rules import Rules
 from sidecar.decision.signals import Load
 from sidecar.exchange.budget import Budget
 from sidecar.prefill.address import Address, AllowList
 from sidecar.prefill.endpoints import Endpoint, Endpoints
+from sidecar.settings import Settings
 
 if TYPE_CHECKING:
     from e2e.sim.trace import Asked

@@ -12,6 +12,7 @@ from sidecar import config
 from sidecar.admin.health import Health
 from sidecar.admin.observer import Observer
 from sidecar.admin.switch import Switch
+from sidecar.settings import Settings
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -21,7 +22,7 @@ OPEN = frozenset({"/metrics", "/livez", "/readyz", "/startupz"})
 
 
 def application(
-    settings: config.Settings, observer: Observer, switch: Switch, health: Health, key: Callable[[], str]
+    settings: Settings, observer: Observer, switch: Switch, health: Health, key: Callable[[], str]
 ) -> web.Application:
     """/metrics, /livez, /readyz, /startupz, /config, /decisions, /endpoints, /disagg. All but the first four are
     for the pod itself and for who shows the bearer `key` ("": nobody else)."""

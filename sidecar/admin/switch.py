@@ -5,9 +5,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from sidecar.config import BadSettings, Settings
+from sidecar.config import BadSettings
 from sidecar.decision.guards import Mode
 from sidecar.edge.service import Live
+from sidecar.settings import Settings
 
 _log = logging.getLogger("sidecar")
 

@@ -23,7 +23,7 @@ from sidecar.edge.request import Request
 from sidecar.edge.service import Service, Times
 from sidecar.edge.source import for_decode, for_prefill, kv_source
 from sidecar.edge.tunnel import join
-from sidecar.exchange import life
+from sidecar.exchange import commands, life
 from sidecar.exchange.apis import APIS, Api
 from sidecar.exchange.failures import TABLE, Row, Stage
 from sidecar.exchange.peek import FirstEvents
@@ -193,10 +193,10 @@ class Runner:
 
     # -- commands ------------------------------------------------------------------------------------------
 
-    def _do(self, command: life.Command) -> None:
+    def _do(self, command: commands.Command) -> None:
         _CARRY_OUT[type(command)](self, command)
 
-    def _prefill(self, command: life.Prefill) -> None:
+    def _prefill(self, command: commands.Prefill) -> None:
         service = self.service
         endpoint = command.endpoint
         self._drop_leg()
@@ -220,7 +220,7 @@ class Runner:
         self._unwatch = service.watch.watch(endpoint, None, self._peer_silent)
         self._start_leg(PrefillLeg(self, parts), service.prefill_pool(endpoint))
 
-    def _check(self, command: life.Check) -> None:
+    def _check(self, command: commands.Check) -> None:
         gate, exchange = self.service.gate, self._exchange
         assert exchange is not None
         self._drop_leg()
@@ -236,7 +236,7 @@ class Runner:
             self._times.handoff_done = time.monotonic()
             self._do(self._exchange.handoff_checked(result))
 
-    def _decode(self, command: life.Decode) -> None:
+    def _decode(self, command: commands.Decode) -> None:
         self._drop_leg()
         self._stop_timer()
         request, service = self.request, self.service
@@ -254,19 +254,19 @@ class Runner:
         leg = DecodeLeg(self, parts, handoff, streams_body=request.is_streamed)
         self._start_leg(leg, service.engine)
 
-    def _relay(self, _command: life.Relay) -> None:
+    def _relay(self, _command: commands.Relay) -> None:
         assert self._leg is not None
         self._leg.relay()
 
-    def _peek(self, _command: life.Peek) -> None:
+    def _peek(self, _command: commands.Peek) -> None:
         assert isinstance(self._leg, DecodeLeg)
         assert self.api is not None
         self._leg.peek(FirstEvents(self.api))
 
-    def _answer(self, command: life.Answer) -> None:
+    def _answer(self, command: commands.Answer) -> None:
         self._refuse(command.row, command.detail)
 
-    def _break_off(self, command: life.BreakOff) -> None:
+    def _break_off(self, command: commands.BreakOff) -> None:
         leg = self._leg
         if isinstance(leg, DecodeLeg) and self.client is not None:
             if tail := leg.last_words(command.row):
@@ -274,13 +274,13 @@ class Runner:
             self.client.close_after_write()
         self._finish()
 
-    def _to_first_byte(self, _command: life.ToFirstByte) -> None:
+    def _to_first_byte(self, _command: commands.ToFirstByte) -> None:
         self._timer = self.service.loop.call_later(self.service.settings.pull_timeout, self._finish)
 
-    def _wait(self, _command: life.Wait) -> None:
+    def _wait(self, _command: commands.Wait) -> None:
         """The event that is still to come decides."""
 
-    def _close(self, _command: life.Close) -> None:
+    def _close(self, _command: commands.Close) -> None:
         self._finish()
 
     # -- events from legs and timers -----------------------------------------------------------------------
@@ -515,14 +515,14 @@ class Runner:
 
 
 _CARRY_OUT: dict[type, Callable[[Runner, Any], None]] = {
-    life.Prefill: Runner._prefill,
-    life.Check: Runner._check,
-    life.Decode: Runner._decode,
-    life.Relay: Runner._relay,
-    life.Peek: Runner._peek,
-    life.Answer: Runner._answer,
-    life.BreakOff: Runner._break_off,
-    life.ToFirstByte: Runner._to_first_byte,
-    life.Wait: Runner._wait,
-    life.Close: Runner._close,
+    commands.Prefill: Runner._prefill,
+    commands.Check: Runner._check,
+    commands.Decode: Runner._decode,
+    commands.Relay: Runner._relay,
+    commands.Peek: Runner._peek,
+    commands.Answer: Runner._answer,
+    commands.BreakOff: Runner._break_off,
+    commands.ToFirstByte: Runner._to_first_byte,
+    commands.Wait: Runner._wait,
+    commands.Close: Runner._close,
 }

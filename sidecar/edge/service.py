@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sidecar.config import Settings
 from sidecar.connectors import Connector
 from sidecar.connectors.connector import EngineFacts, Handoff, Rejection
 from sidecar.decision.guards import Decision, Mode
@@ -18,6 +17,7 @@ from sidecar.exchange.failures import Row
 from sidecar.exchange.life import Exchange
 from sidecar.prefill.address import Address
 from sidecar.prefill.endpoints import Endpoint, Endpoints
+from sidecar.settings import Settings
 from sidecar.tracing.context import Trace
 
 

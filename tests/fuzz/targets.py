@@ -24,6 +24,7 @@ from sidecar.edge.request import Request
 from sidecar.exchange.apis import FORBIDDEN
 from sidecar.exchange.splice import NotAnObject, decode_body, fields, fields_if_object, without_forbidden
 from sidecar.prefill.address import BadAddress, parse
+from sidecar.settings import Settings
 from tests.unit.handoffs import BLOCK_SIZE, HOST, answer, params
 from transport import handshake, zmtp
 
@@ -126,7 +127,7 @@ def _read(data: bytes, pieces: list[int]) -> tuple[list[tuple[Any, ...]], list[s
     refused: list[str] = []
     service = SimpleNamespace(
         loop=_LOOP,
-        settings=config.Settings(max_body_bytes=2000),
+        settings=Settings(max_body_bytes=2000),
         live=SimpleNamespace(draining=False),
         observer=SimpleNamespace(refused=lambda row: refused.append(row.reason)),
     )

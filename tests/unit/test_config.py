@@ -10,7 +10,8 @@ import yaml
 
 import sidecar
 from sidecar import config
-from sidecar.config import ALIASES, FIELDS, BadSettings, Field, Settings, load
+from sidecar.config import ALIASES, FIELDS, BadSettings, Field, load
+from sidecar.settings import Settings
 
 DEFAULTS = load([], {})[0]
 README = Path(sidecar.__file__).parent.parent / "README.md"

@@ -10,7 +10,7 @@ from sidecar.prefill.address import BadAddress, canonical_host, is_loopback_or_u
 from sidecar.prefill.discovery.spec import BadSpec
 
 if TYPE_CHECKING:
-    from sidecar.config import Settings
+    from sidecar.settings import Settings
 
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 

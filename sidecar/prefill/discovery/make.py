@@ -11,7 +11,7 @@ from sidecar.prefill.discovery.kubernetes import MODEL_LABEL, KubernetesSource, 
 from sidecar.prefill.discovery.spec import parse_spec
 
 if TYPE_CHECKING:
-    from sidecar.config import Settings
+    from sidecar.settings import Settings
 
 
 def make_source(settings: "Settings") -> Source | None:

@@ -12,12 +12,12 @@ from sidecar.admin.app import OPEN, application, is_loopback
 from sidecar.admin.health import Health
 from sidecar.admin.observer import Observer
 from sidecar.admin.switch import Switch
-from sidecar.config import Settings
 from sidecar.decision.guards import Mode
 from sidecar.edge.service import Live
 from sidecar.exchange.budget import Budget
 from sidecar.prefill.address import AllowList
 from sidecar.prefill.endpoints import Endpoints
+from sidecar.settings import Settings
 
 GUARDED = ("/config", "/decisions", "/endpoints", "/disagg")
 

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from sidecar.admin.observer import DECISIONS_KEPT, Observer
 from sidecar.decision.guards import Decision, Kind
 from sidecar.edge.service import Times
+from sidecar.exchange.commands import Check, Decode, Peek, Prefill, Relay
 from sidecar.exchange.failures import ROWS, TABLE, Stage
-from sidecar.exchange.life import Check, Decode, Peek, Prefill, Relay
 from tests.unit.exchange.playbook import (
     Play,
     World,

@@ -12,6 +12,7 @@ from sidecar import config
 from sidecar.admin.switch import LOOK_EVERY_S, File, Switch
 from sidecar.decision.guards import Mode
 from sidecar.edge.service import Live
+from sidecar.settings import Settings
 from tests.unit import clock
 
 
@@ -26,7 +27,7 @@ class World:
         self.switch = Switch(self.live)
         self.file = File(self.path, self.read, self.read(), self.switch)
 
-    def read(self) -> config.Settings:
+    def read(self) -> Settings:
         return config.load(self.argv, {})[0]
 
     @property

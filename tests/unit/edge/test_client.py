@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from sidecar.config import Settings
 from sidecar.edge import client
 from sidecar.edge.client import ClientConnection
 from sidecar.edge.request import Request
+from sidecar.settings import Settings
 
 
 class Transport:

@@ -13,7 +13,8 @@ from sidecar.connectors import CONNECTORS
 from sidecar.connectors.connector import EngineFacts, Handoff, Rejection
 from sidecar.decision.guards import Decision, Kind
 from sidecar.exchange.budget import Budget
-from sidecar.exchange.life import Check, Command, Decode, Exchange, Prefill
+from sidecar.exchange.commands import Check, Command, Decode, Prefill
+from sidecar.exchange.life import Exchange
 from sidecar.prefill.address import Address, AllowList
 from sidecar.prefill.breaker import Breaker
 from sidecar.prefill.endpoints import Endpoint, Endpoints

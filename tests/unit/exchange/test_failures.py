@@ -15,8 +15,7 @@ from sidecar.edge.encoding import Undecodable
 from sidecar.edge.encoding import decoded as without_encoding
 from sidecar.edge.request import Request
 from sidecar.exchange import failures
-from sidecar.exchange.failures import ROWS, TABLE, Row, Stage, Then
-from sidecar.exchange.life import (
+from sidecar.exchange.commands import (
     CLOSE,
     PEEK,
     RELAY,
@@ -28,6 +27,7 @@ from sidecar.exchange.life import (
     Decode,
     Prefill,
 )
+from sidecar.exchange.failures import ROWS, TABLE, Row, Stage, Then
 from sidecar.prefill.breaker import State
 from tests.unit.exchange.playbook import (
     Play,

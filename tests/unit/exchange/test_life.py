@@ -8,8 +8,7 @@ import pytest
 
 from sidecar.connectors.connector import EngineFacts, Rejection
 from sidecar.decision.guards import Decision, Kind
-from sidecar.exchange.failures import TABLE, Stage
-from sidecar.exchange.life import (
+from sidecar.exchange.commands import (
     CLOSE,
     PEEK,
     RELAY,
@@ -21,6 +20,7 @@ from sidecar.exchange.life import (
     Decode,
     Prefill,
 )
+from sidecar.exchange.failures import TABLE, Stage
 from sidecar.prefill.breaker import State
 from tests.unit.exchange.playbook import (
     Play,

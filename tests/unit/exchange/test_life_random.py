@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 
 from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.decision.guards import Decision, Kind
-from sidecar.exchange.failures import ROWS, TABLE, Stage
-from sidecar.exchange.life import (
+from sidecar.exchange.commands import (
     Answer,
     BreakOff,
     Check,
     Close,
     Command,
     Decode,
-    Exchange,
     Peek,
     Prefill,
     Relay,
     ToFirstByte,
     Wait,
 )
+from sidecar.exchange.failures import ROWS, TABLE, Stage
+from sidecar.exchange.life import Exchange
 from tests.unit.exchange.playbook import World
 from tests.unit.handoffs import answer, params
 
