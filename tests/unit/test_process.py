@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -30,8 +31,17 @@ def test_holes_in_the_heap_are_given_back() -> None:
     assert int(done.stdout) > 10_000
 
 
+class Cycle:
+    """Keeps itself."""
+
+    itself: object
+
+
 def test_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[None] = []
+    cycle = Cycle()
+    cycle.itself, gone = cycle, weakref.ref(cycle)
+    del cycle
 
     def note() -> None:
         times.append(None)
@@ -42,3 +52,4 @@ def test_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "give_free_memory_back", note)
     with pytest.raises(InterruptedError):
         asyncio.run(asyncio.wait_for(process.keep_giving_back(), 10))
+    assert gone() is None
