@@ -277,24 +277,3 @@ def test_the_prompt_is_tokenised_once(pair: Pair, switch: str) -> None:
         other = {**body, "messages": [{"role": "user", "content": "another"}], "cache_salt": "ids"}
         by_ids = ask(pair.decode, CHAT, {**other, "kv_transfer_params": {"prompt_token_ids": ids}})
         assert text_of(by_ids) == text_of(answer)
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_a_completions_prompt_is_tokenised_once(pair: Pair, streamed: bool) -> None:
-    """Its ids stand in the place of its text; the answer is the same, and without them the text is there."""
-    door = pair.tap(pair.decode)
-    text = prompt_for(COMPLETIONS, 300)
-    told = pair.decode.request("POST", "/tokenize", {"model": "tiny", "prompt": text}).json()["tokens"]
-    for switch, sent in (("on", told), ("off", text)):
-        sidecar = pair.serve("--tokenize-once", switch, decode_port=door.port)
-        options = {"logprobs": 2, "stop": ["e e"], "stream": streamed, "return_token_ids": True}
-        body = request_body(COMPLETIONS, text, cache_salt=f"once {switch} {streamed}", **options)
-        answer = ask(sidecar, COMPLETIONS, body)
-        assert answer.decision.startswith("remote")
-        seen = [one.json for one in door.seen if one.path == COMPLETIONS.path][-1]
-        assert seen["prompt"] == sent
-        assert "prompt_token_ids" not in seen["kv_transfer_params"]
-        straight = ask(pair.decode, COMPLETIONS, {**body, "cache_salt": f"straight {switch} {streamed}"})
-        assert text_of(answer) == text_of(straight)
-        if not streamed:
-            assert essence_of(answer) == essence_of(straight)

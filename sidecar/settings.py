@@ -215,7 +215,9 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     ] = ""
     tokenize_once: Annotated[
         Literal["on", "off"],
-        _m("chat and completions of text: decode takes prefill's token ids, so that both mean the same prompt"),
+        _m(
+            "chat of text: decode takes the token ids of prefill, so both mean the same prompt and one tokenises it"
+        ),
     ] = "on"
     warm_up: Annotated[
         Literal["on", "off"],

@@ -139,27 +139,6 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
     usage: PrefillUsage | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
     """The same."""
-    choices: msgspec.Raw = msgspec.Raw(b"")
-    """The same."""
-
-    @property
-    def token_ids(self) -> msgspec.Raw:
-        """The prompt's token ids: of chat beside the choices, of completions in the first one. Empty or null if
-        there are none."""
-        if bytes(self.prompt_token_ids) not in (b"", b"null"):
-            return self.prompt_token_ids
-        try:
-            choices = _decode_choices(self.choices)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return msgspec.Raw(b"")
-        return choices[0].prompt_token_ids if choices else msgspec.Raw(b"")
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
-
-
-_decode_choices = msgspec.json.Decoder(list[_Choice]).decode
 
 
 @dataclass(frozen=True, slots=True)

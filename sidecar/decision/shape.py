@@ -127,12 +127,10 @@ def _may_hold_media(api: Api, prompt: msgspec.Raw) -> bool:
 
 def is_text(api: Api, members: Fields, media: Media) -> bool:
     """Whether its token ids are all that there is of this prompt."""
-    prompt = members[api.prompt[0]]
-    if api.ids_are_prompts:
-        return bytes(memoryview(prompt)[:1]) == b'"'
     if media is Media.NONE:
         return True
     # A key that ends like a medium's may be a tool's. In what is this large it is a picture's, most likely.
+    prompt = members[api.prompt[0]]
     return len(memoryview(prompt)) < _PICTURE_BYTES and not _may_hold_media(api, prompt)
 
 

@@ -5,9 +5,6 @@ Functions of their arguments alone; what is sent when is the runner's business.
 
 from collections.abc import Sequence
 
-import msgspec
-
-from sidecar.connectors.connector import Handoff
 from sidecar.edge.encoding import decoded
 from sidecar.edge.engine import Buffer, Head
 from sidecar.edge.request import Request
@@ -18,7 +15,6 @@ from sidecar.exchange.splice import (
     decode_body,
     fields,
     fields_if_object,
-    with_members,
     without_forbidden,
 )
 
@@ -59,18 +55,6 @@ def to_prefill(request: Request, label: str, body: Sequence[Buffer], lines: byte
         sum(map(len, body)),
     )
     return head + body[0], *body[1:]
-
-
-def with_ids(
-    api: Api | None, members: Fields, body: Buffer, handoff: Handoff | None
-) -> tuple[Buffer, Handoff | None]:
-    """The body and the handoff of a decode leg: where token ids are a prompt, they stand in the prompt's place."""
-    if handoff is None or not handoff.token_ids or api is None or not api.ids_are_prompts:
-        return body, handoff
-    return (
-        with_members(members, {api.prompt[0]: handoff.token_ids}),
-        msgspec.structs.replace(handoff, token_ids=b""),
-    )
 
 
 def to_decode(

@@ -17,7 +17,7 @@ from sidecar.edge.encoding import Undecodable
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
 from sidecar.edge.learning import learn
 from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg
-from sidecar.edge.messages import read_body, to_client, to_decode, to_prefill, with_ids
+from sidecar.edge.messages import read_body, to_client, to_decode, to_prefill
 from sidecar.edge.release import Release
 from sidecar.edge.request import Request
 from sidecar.edge.service import Service, Times
@@ -243,14 +243,13 @@ class Runner:
         handoff = command.handoff
         if handoff is None:
             self._begin_here()
-        body, handoff = with_ids(self.api, self._members, self._body, handoff)
         params: bytes | None
         if handoff is not None:
             params = service.connector.decode_params(handoff)
         else:
             params = for_decode(self._source, service)
         trace = self._trace.for_decode() if self._trace is not None else b""
-        parts = to_decode(request, body, params, trace, with_id=self.api is not None)
+        parts = to_decode(request, self._body, params, trace, with_id=self.api is not None)
         leg = DecodeLeg(self, parts, handoff, streams_body=request.is_streamed)
         self._start_leg(leg, service.engine)
 

@@ -48,8 +48,6 @@ class Api:
     passes_token_ids: bool = False
     """The engine gives the prompt's token ids back for `return_token_ids`, and takes them in place of the prompt in
     `kv_transfer_params.prompt_token_ids` (renderers/online_renderer.py), if it is text."""
-    ids_are_prompts: bool = False
-    """The ids come with the first choice and are a prompt themselves; in the parameters they are ignored."""
     streams_from_first_token: bool = False
     """The first byte of a streamed answer means that a token is there (others begin with what says nothing)."""
     cached_tokens: bytes = b'"cached_tokens":'
@@ -69,8 +67,6 @@ COMPLETIONS = Api(
     drop=_STOP,
     single=_ONE_SAMPLE,
     never=(*_NEEDS_LOCAL, "prompt_embeds"),
-    passes_token_ids=True,
-    ids_are_prompts=True,
     streams_from_first_token=True,
 )
 CHAT = Api(

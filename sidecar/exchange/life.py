@@ -233,7 +233,7 @@ class Exchange:
             self.stage = Stage.DECODE
             return Decode(None)
         if self.wants_token_ids and not result.token_ids:
-            ids = _token_ids(answer.token_ids, result.prompt_tokens)
+            ids = _token_ids(answer.prompt_token_ids, result.prompt_tokens)
             if isinstance(ids, Rejection):
                 return self._no_kv(ids)
             result = msgspec.structs.replace(result, token_ids=ids)

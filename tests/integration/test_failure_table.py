@@ -305,10 +305,9 @@ def _foreign_host(rig: Rig, body: dict[str, Any]) -> Answer:
     return send(rig, body)
 
 
-@scenario(Stage.HANDOFF, "expired", fields={"prompt": list(range(1000, 1400))})
+@scenario(Stage.HANDOFF, "expired")
 def _late_handoff(rig: Rig, body: dict[str, Any]) -> Answer:
-    """The lease runs from the head of the prefill answer on, however long its body takes. (A prompt of ids: the
-    answer holds none, so that its length is known.)"""
+    """The lease runs from the head of the prefill answer on, however long its body takes."""
     rig.prefill.fault(Fault(drip_bytes=200, drip_seconds=0.2), path=COMPLETIONS)
     return send(rig, body)
 

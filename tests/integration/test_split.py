@@ -43,11 +43,8 @@ def test_same_text_as_local_and_all_kv_pulled(rig: Rig, path: str, stream: bool)
 
 @every_api
 @streamed_or_not
-def test_decode_leg_is_the_clients_body_and_the_handoff(
-    rigged: Callable[..., Rig], path: str, stream: bool
-) -> None:
+def test_decode_leg_is_the_clients_body_and_the_handoff(rig: Rig, path: str, stream: bool) -> None:
     """Byte for byte: only the handoff is put in front."""
-    rig = rigged("--tokenize-once", "off")
     body = APIS[path](
         **({"stream": True} if stream else {}), zz=[1.50, 12345678901234567890, "\u00e9"], aa={"b": 1}
     )
@@ -59,34 +56,6 @@ def test_decode_leg_is_the_clients_body_and_the_handoff(
     handoff, end = json.JSONDecoder().raw_decode(asked.body[len(head) :].decode())
     assert asked.body[len(head) + end :] == b"," + spelled[1:]
     assert handoff["remote_engine_id"] == rig.prefill.engine_id
-
-
-@streamed_or_not
-def test_a_prompt_of_text_comes_to_decode_as_prefill_tokenised_it(rig: Rig, stream: bool) -> None:
-    """A completion's ids are a prompt themselves; all else of the body is copied as it came."""
-    body = completion(400, stream=stream, zz=[1.5, 12345678901234567890], aa={"b": 1, "a": 2})
-    spelled = json.dumps(body, indent=1).replace("1.5", "1.50e0").encode()
-    answer = rig.post(COMPLETIONS, spelled)
-    assert answer.decision.startswith("remote")
-    (prefill,), (decode,) = rig.prefilled(), rig.decoded()
-    assert prefill.json["return_token_ids"] is True
-    sent = decode.json
-    assert len(sent["prompt"]) == 400
-    assert all(isinstance(one, int) for one in sent["prompt"])
-    assert b"1.50e0" in decode.body
-    assert b'"b": 1,\n' in decode.body
-    assert "prompt_token_ids" not in sent.pop("kv_transfer_params")
-    assert {**sent, "prompt": body["prompt"]} == body
-    rig.decode.restart()
-    assert answer.text == rig.expected(COMPLETIONS, body) != ""
-
-
-def test_a_prompt_of_ids_needs_no_ids(rig: Rig) -> None:
-    body = completion(prompt=list(range(1, 400)))
-    assert rig.post(COMPLETIONS, body).decision.startswith("remote")
-    (prefill,), (decode,) = rig.prefilled(), rig.decoded()
-    assert "return_token_ids" not in prefill.json
-    assert decode.json["prompt"] == body["prompt"]
 
 
 LIMITS = {

@@ -757,24 +757,6 @@ def test_ids_that_nobody_asked_for(world: World) -> None:
     assert play.handoff.with_token_ids() == play.handoff.params
 
 
-def test_ids_of_a_completion_are_in_its_choice(world: World) -> None:
-    ids = list(range(40))
-    body = answer(params(), prompt_tokens=40, choices=[{"index": 0, "prompt_token_ids": ids}])
-    play = asking_for_ids(world) >> start << Prefill(world.a) >> prefilled(body=body) << Check
-    assert json.loads(play.handoff.token_ids) == ids
-    body = answer(params(), prompt_tokens=40, choices=[{"prompt_token_ids": ids[1:]}])
-    play = asking_for_ids(world) >> start << Prefill(world.a) >> prefilled(body=body) << LOCAL
-    assert play.exchange.fell_back is TABLE[Stage.HANDOFF, "invalid"]
-
-
-@pytest.mark.parametrize("choices", [..., None, [], [{}], [{"prompt_token_ids": None}], "x", [7], {}])
-def test_choices_without_ids(world: World, choices: Any) -> None:
-    more = {} if choices is ... else {"choices": choices}
-    body = answer(params(), prompt_tokens=40, **more)
-    play = asking_for_ids(world) >> start << Prefill(world.a) >> prefilled(body=body) << Check
-    assert play.handoff.token_ids == b""
-
-
 # -- transfers that both legs name ---------------------------------------------------------------------------------
 
 
