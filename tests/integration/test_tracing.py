@@ -218,8 +218,11 @@ def test_exemplars(collector: Collector) -> None:
         assert TRACE not in urlopen(request).read().decode()
         request.add_header("accept", "application/openmetrics-text; version=1.0.0")
         lines = urlopen(request).read().decode().splitlines()
-    (line,) = [line for line in lines if TRACE in line]
-    assert line.startswith('pd_sidecar_ttft_seconds_bucket{decision="remote"')
+    named = [line for line in lines if TRACE in line]
+    assert {line.partition(",le=")[0] for line in named} == {
+        'pd_sidecar_ttft_seconds_bucket{decision="remote"',
+        'pd_sidecar_itl_seconds_bucket{decision="remote"',
+    }
 
 
 def test_failed_prefill(collector: Collector) -> None:
