@@ -181,8 +181,11 @@ def _object(members: Fields, replace: Mapping[str, bytes], drop: frozenset[str])
     return b"".join(_parts(members, replace, drop))
 
 
-def _in_large_parts(parts: list[bytes | msgspec.Raw]) -> list[bytes | memoryview]:
-    """The same bytes in few parts: what is large stays where it is, what is small is joined."""
+def _in_large_parts(parts: list[bytes | msgspec.Raw], prompt: msgspec.Raw | None) -> list[bytes | memoryview]:
+    """The same bytes in few parts: what is large stays where it is, what is small is joined. Without a large prompt
+    nothing is worth a look."""
+    if prompt is None or len(memoryview(prompt)) < LARGE_BYTES:
+        return [b"".join(parts)]
     out: list[bytes | memoryview] = []
     small: list[bytes | msgspec.Raw] = []
     for part in parts:
@@ -247,11 +250,11 @@ def prefill_body(
     if wants_token_ids:
         own["return_token_ids"] = b"true"
     if not api.sampling:
-        return _in_large_parts(_parts(members, {**api.caps, **own}, api.drop))
+        return _in_large_parts(_parts(members, {**api.caps, **own}, api.drop), members.get(api.prompt[0]))
     inner = members.get(api.sampling)
     capped = _object(fields(inner) if inner is not None else {}, api.caps, api.drop)
     outer = {**api.outer_caps, api.sampling: capped, **own}
-    return _in_large_parts(_parts(members, outer, api.outer_drop))
+    return _in_large_parts(_parts(members, outer, api.outer_drop), members.get(api.prompt[0]))
 
 
 def decode_body(body: Body, params: bytes) -> tuple[bytes, memoryview]:
