@@ -95,7 +95,8 @@ class Cluster:
         probes = [Probe(pod.health, VALUES["engine"]["readinessProbe"])]
         if pod.role == "decode":
             probes.append(Probe((pod.ip, ADMIN_PORT, "/readyz"), VALUES["sidecar"]["readinessProbe"]))
-        self._probes[pod] = probes
+        with self._lock:
+            self._probes[pod] = probes
 
     def forget(self, pod: Pod) -> None:
         """Nobody probes it any more; what the cluster says of it stays as it is."""
@@ -135,7 +136,9 @@ class Cluster:
     def _watch(self) -> None:
         while self._goes_on:
             now = time.monotonic()
-            for pod, probes in [one for one in self._probes.items() if one[0] not in self._blind]:
+            with self._lock:
+                watched = [one for one in self._probes.items() if one[0] not in self._blind]
+            for pod, probes in watched:
                 for probe in probes:
                     probe.look(now)
                 if pod in self._probes:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SCALE = 5.0
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 HTTP_PORT, ENGINE_PORT, ADMIN_PORT, SIDE_CHANNEL_PORT, API_PORT = 8000, 8200, 9090, 5600, 6443
-START_S = 20.0
+START_S = 60.0
 ENGINE: dict[str, Any] = {
     "kv_load_failure_policy": "recompute",
     "seconds_per_token": 0.08,
