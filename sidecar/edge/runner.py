@@ -88,7 +88,8 @@ class Runner:
         self._status = 0
         self._refusal: Row | None = None
         self._source: Address | None = None
-        """P2P channel of a peer from which a leg that computes may fetch a prefix."""
+        """P2P channel of a peer from which the first leg may fetch a prefix. No later leg: the peer was asked
+        at the beginning, and an engine that is told to dial one that is gone never recovers (prefill/p2p.py)."""
         self._trace = service.tracer.begin(request) if service.tracer is not None else None
         self._finished = False
         self._client_left = False
@@ -150,6 +151,10 @@ class Runner:
             self._source = source if is_there else None
             self._do(self._exchange.start())
 
+    def _take_source(self) -> Address | None:
+        source, self._source = self._source, None
+        return source
+
     def body_piece(self, data: bytes) -> None:
         """A piece of a streamed request body."""
         if isinstance(self._leg, DecodeLeg):
@@ -210,7 +215,7 @@ class Runner:
         assert self._exchange is not None
         exchange = self._exchange
         params = service.connector.prefill_params(exchange.transfer_id)
-        params = for_prefill(params, self._source, endpoint, service)
+        params = for_prefill(params, self._take_source(), endpoint, service)
         body = prefill_body(self.api, self._members, params, wants_token_ids=exchange.wants_token_ids)
         lines = self._trace.for_prefill() if self._trace is not None else b""
         if exchange.prefill_rank >= 0:
@@ -247,7 +252,7 @@ class Runner:
         if handoff is not None:
             params = service.connector.decode_params(handoff)
         else:
-            params = for_decode(self._source, service)
+            params = for_decode(self._take_source(), service)
         trace = self._trace.for_decode() if self._trace is not None else b""
         parts = to_decode(request, self._body, params, trace, with_id=self.api is not None)
         leg = DecodeLeg(self, parts, handoff, streams_body=request.is_streamed)

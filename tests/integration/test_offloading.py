@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.engine import ThreadedEngine
+from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import APIS, COMPLETIONS
 from tests.integration.sidecar import Rig, Sidecar, completion, eventually, free_ports
 
@@ -148,6 +148,17 @@ def test_whichever_leg_computes_gets_the_source(stack: ExitStack) -> None:
     assert local["remote_kv_source"]["kv_request_id"] != prefill["remote_kv_source"]["kv_request_id"]
     assert "remote_decoder" in prefill
     assert "remote_kv_source" not in remote
+
+
+def test_a_source_is_named_once(stack: ExitStack) -> None:
+    """It was asked before the first leg. When that one has failed it may be gone, and must be dialled by nobody."""
+    world = World(stack, *OFFLOADING, *PULL, "--prefill-allow", "127.0.0.0/8")
+    stack.callback(Channel(world.theirs.port, "127.0.0.9").close)
+    world.rig.prefill.fault(Fault(status=500), path=COMPLETIONS)
+    assert world.rig.post(COMPLETIONS, completion(), named("127.0.0.9:8000")).decision.startswith("recompute")
+    (prefill,), (decode,) = world.params()
+    assert "remote_kv_source" in prefill
+    assert decode is None
 
 
 def test_prefill_does_not_fetch_from_itself(stack: ExitStack) -> None:
