@@ -33,6 +33,7 @@ _NOT_TO_PREFILL = _NEVER_FORWARDED | {
     b"accept-encoding",
     b"host",
     b"content-encoding",
+    b"x-data-parallel-rank",  # written anew: what decode is told of and what prefill reads must be one rank
     b"x-request-id",
 }
 

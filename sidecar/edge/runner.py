@@ -218,8 +218,8 @@ class Runner:
         params = for_prefill(params, self._take_source(), endpoint, service)
         body = prefill_body(self.api, self._members, params, wants_token_ids=exchange.wants_token_ids)
         lines = self._trace.for_prefill() if self._trace is not None else b""
-        if exchange.prefill_rank >= 0:
-            lines += b"x-data-parallel-rank: %d\r\n" % exchange.prefill_rank
+        if (rank := max(exchange.decision.rank, exchange.prefill_rank)) >= 0:
+            lines += b"x-data-parallel-rank: %d\r\n" % rank
         parts = to_prefill(self.request, endpoint.label, body, lines)
         # A frozen engine would keep the request for the whole of --prefill-timeout.
         self._unwatch = service.watch.watch(endpoint, None, self._peer_silent)

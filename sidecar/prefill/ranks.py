@@ -24,8 +24,9 @@ def rank_of_engine(engine_id: str) -> int:
 
 
 def rank_of_header(values: list[bytes]) -> int:
-    """The rank that `x-data-parallel-rank` pins, or -1. What is no rank is the engine's to refuse or ignore."""
-    return int(values[0]) if values and _HEADER.fullmatch(values[0]) else -1
+    """The rank that `x-data-parallel-rank` pins, or -1. What is no rank is for decode to refuse or ignore."""
+    value = values[0].strip(b" \t") if values else b""
+    return int(value) if _HEADER.fullmatch(value) else -1
 
 
 class Ranks:

@@ -127,6 +127,27 @@ def test_a_rank_that_the_client_asks_for(stack: ExitStack) -> None:
     assert decode["remote_prefiller"]["remote_port"] == world.theirs.port + 1
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [("x-data-parallel-rank", "x")],  # to the engine, which reads the first, it would mean none
+        [("x-data-parallel-rank", "+1")],  # and this 1
+        [("x-data-parallel-rank", "1 ")],
+        [("x-data-parallel-rank", "1"), ("x-data-parallel-rank", "0")],
+        [("x-data-parallel-rank", "1"), ("connection", "x-data-parallel-rank")],
+    ],
+)
+def test_prefill_is_told_one_rank_and_decode_the_same(stack: ExitStack, fields: list[tuple[str, str]]) -> None:
+    """Decode would wait for what another rank holds."""
+    world = World(stack, *OFFLOADING, ranks=2)
+    eventually(lambda: ranks_of(world, 2) == {0, 1})
+    for _ in range(2):
+        world.rig.post(COMPLETIONS, completion(), fields)
+        prefill, told = world.rig.prefilled()[-1], world.params()[1][-1]["remote_prefiller"]["remote_port"]
+        pinned = [value for name, value in prefill.headers if name.lower() == b"x-data-parallel-rank"]
+        assert pinned == [b"%d" % (told - world.theirs.port)]
+
+
 # -- a peer that has the prefix --------------------------------------------------------------------------------
 
 PULL = ("--enable-p2p-pull", "on")
