@@ -235,6 +235,9 @@ class ClientConnection(asyncio.Protocol):
             http_1_0=version == "1.0",
             started_at=service.loop.time(),
         )
+        request.upgrade = (
+            request.upgrade and parser.should_upgrade()
+        )  # a wish that Connection does not name is none
         self._request = request
         self._head_bytes = 0
         if version not in ("1.1", "1.0"):
@@ -244,7 +247,9 @@ class ClientConnection(asyncio.Protocol):
         if refusal is not None:
             self._refuse(*refusal)
             return
-        if not request.has_body:
+        if (
+            not request.has_body or request.upgrade
+        ):  # the parser stops behind the head of one that wishes to upgrade
             return
         if self._runner is None and not self._queue:
             self._body_may_come(request)

@@ -244,7 +244,8 @@ class Request:
                 if key not in (b"upgrade", b"connection", b"http2-settings")
             ]
         )
-        return b"%b %b HTTP/1.1\r\n%b\r\n" % (self.method, self.target, lines)
+        version = b"1.0" if self.http_1_0 else b"1.1"
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (self.method, self.target, version, lines)
 
 
 def _path(target: bytes) -> bytes:

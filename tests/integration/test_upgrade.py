@@ -152,3 +152,33 @@ def test_slow_side_of_a_websocket(rig: Rig) -> None:
         assert sent < 30
         assert rig.sidecar.rss_mib - before < 8
         rig.decode.thaw()
+
+
+@pytest.mark.parametrize("connection", [[], [("Connection", "upgrade")]], ids=["not_wished", "wished"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [],
+        [("Content-Type", "application/json")],
+        [("Content-Type", "multipart/form-data; boundary=x")],
+        [("Content-Type", "multipart/form-data; boundary=x"), ("Transfer-Encoding", "chunked")],
+    ],
+    ids=["no_body", "read", "streamed", "streamed_in_chunks"],
+)
+def test_offer_with_any_body(rig: Rig, connection: list[tuple[str, str]], fields: list[tuple[str, str]]) -> None:
+    """It is answered at once, and the connection goes on."""
+    body = (chunked(b"{}") if len(fields) > 1 else b"{}") if fields else None
+    with rig.sidecar.connect() as client:
+        for _ in range(2):
+            client.request("POST", "/v1/unknown", body, [*connection, ("Upgrade", "h2c"), *fields])
+            assert client.answer("POST").status == 404
+    assert [asked.body for asked in rig.decoded()] == [b"{}" if fields else b""] * 2
+    assert all(asked.header("upgrade") is None for asked in rig.decoded())
+
+
+def test_offer_of_an_old_client(rig: Rig) -> None:
+    """It stays HTTP/1.0 without its offer: such a request needs no Host."""
+    with rig.sidecar.connect() as client:
+        offer = b"Connection: upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\n{}"
+        client.send(b"POST /v1/unknown HTTP/1.0\r\n" + offer)
+        assert client.answer("POST").status == 404
