@@ -209,6 +209,8 @@ class DecodeLeg(Leg):
     def failed(self, fault: str, detail: str, untouched: bool) -> None:
         if self._connection is not None:
             self._at_boundary = self._connection.at_chunk_boundary
+        if fault == "reset" and not self._sent:  # accepted and closed in one breath: it has had no request
+            fault = "refused"
         super().failed(fault, detail, untouched)
 
     # -- a request body that is streamed --
