@@ -4,6 +4,7 @@ Pure functions of the top-level members of the body. Values are looked at as byt
 its meaning is needed and it is small or rare.
 """
 
+import re
 import zlib
 from enum import Enum
 from typing import Any
@@ -26,6 +27,8 @@ _MAY_BE_IDS = ("prompt", "token_ids")
 
 _URL_KEY = b'url"'
 """Ends every key behind which the APIs have a URL, or an object with one."""
+_ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
+"""A key may be spelled with these (`"image_\\u0075rl"`). No usual encoder writes them."""
 _URLS_LOOKED_AT = 1000
 _PICTURE_BYTES = 262144
 
@@ -49,7 +52,7 @@ def media_in(api: Api, body: bytes | bytearray | memoryview) -> Media:
     the body is not in its prompt either; what is may be elsewhere."""
     if not api.media_url:
         return Media.NONE
-    if isinstance(body, memoryview):
+    if isinstance(body, memoryview) or _ESCAPED_LETTER.search(body):
         return Media.PERHAPS_FETCHED
     at = body.rfind(_URL_KEY)  # from behind: four times as fast in text with many quotes
     if at < 0:
@@ -122,7 +125,8 @@ def _has_server_tools(tools: msgspec.Raw | None) -> bool:
 
 def _may_hold_media(api: Api, prompt: msgspec.Raw) -> bool:
     """Whether more than text may be in it; looks at the bytes alone."""
-    return bytes(prompt).rfind(api.media_url) >= 0
+    text = bytes(prompt)
+    return text.rfind(api.media_url) >= 0 or _ESCAPED_LETTER.search(text) is not None
 
 
 def is_text(api: Api, members: Fields, media: Media) -> bool:

@@ -220,11 +220,31 @@ def test_media_behind_urls_that_never_change(api: Api, body: dict[str, Any]) -> 
         (CHAT, '{{"messages":[{}]}}'.format(",".join(['{"url":{}}'] * 2000)), Media.PERHAPS_FETCHED),
         (RESPONSES, '{"input":[{"image_url":"data:,"},{"file_id":"f"}]}', Media.PERHAPS_FETCHED),
         (COMPLETIONS, '{"prompt":"x","image_url":"http://x"}', Media.NONE),
+        (CHAT, '{"messages":[{"image_\\u0075rl":{"ur\\u006C":"http://x"}}]}', Media.PERHAPS_FETCHED),
+        (CHAT, '{"messages":[{"image_url":{"url":"data:,"}},{"image\\u005furl":"x"}]}', Media.PERHAPS_FETCHED),
+        (CHAT, '{"messages":[{"content":"caf\\u00e9 \\u003c\\u0027 \\u0000"}]}', Media.NONE),
     ],
 )
 def test_what_the_bytes_of_a_body_tell_of_media(api: Api, body: str, media: Media) -> None:
     assert media_in(api, body.encode()) is media_in(api, bytearray(body.encode())) is media
     assert media_in(CHAT, memoryview(b"{}")) is Media.PERHAPS_FETCHED, "a view cannot be searched"
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        (CHAT, '{"messages":[{"content":[{"image\\u005furl":{"u\\u0072l":"%s"}}]}]}'),
+        (CHAT, '{"messages":[{"content":[{"image_ur\\u006c":{"url":"%s"}}]}]}'),
+        (CHAT, '{"messages":[{"content":[{"image_url":{"url":"data:,"}},{"\\u0069mage_\\u0075rl":"%s"}]}]}'),
+        (RESPONSES, '{"input":[{"content":[{"type":"input_image","image_\\u0075rl":"%s"}]}]}'),
+        (MESSAGES, '{"messages":[{"content":[{"source":{"type":"\\u0075rl","ur\\u006c":"%s"}}]}]}'),
+    ],
+)
+def test_a_key_is_what_it_means(api: Api, body: str) -> None:
+    """What each leg fetches for itself may have changed in between: decode would compute another prompt."""
+    raw = body % URL
+    assert why_raw(api, raw) == "remote media"
+    assert not is_text(api, fields(raw.encode()), media_in(api, raw.encode()))
 
 
 def test_urls_beside_the_prompt_do_not_keep_it_local() -> None:
