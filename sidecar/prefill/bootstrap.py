@@ -7,6 +7,7 @@ back as another, and never after a failure of the endpoint. Decides nothing beyo
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ _log = logging.getLogger("sidecar")
 
 FRESH_S = 0.5
 MAX_ANSWER_BYTES = 1 << 20
+_RANK = re.compile(r"[0-9]{1,9}")
 
 
 class _Entry(msgspec.Struct):
@@ -63,10 +65,11 @@ class BootstrapGate:
 
         async def ask() -> None:
             try:
-                admitted(_named(handoff, await self._ask(endpoint, address), address))
+                result = _named(handoff, await self._ask(endpoint, address), address)
             except Exception as error:  # whatever it was, a request waits for the answer
                 _log.exception("asking bootstrap server %s", address)
-                admitted(Rejection("side_channel_dead", f"asking it failed: {type(error).__name__}"))
+                result = Rejection("side_channel_dead", f"asking it failed: {type(error).__name__}")
+            admitted(result)
 
         self._background.start(f"bootstrap server of {endpoint.label}", ask())
 
@@ -90,7 +93,11 @@ class BootstrapGate:
             ) as response:
                 if response.status != 200:
                     return f"/query says {response.status}"
-                body = await response.content.read(MAX_ANSWER_BYTES)
+                body = bytearray()
+                async for piece in response.content.iter_any():
+                    body += piece
+                    if len(body) > MAX_ANSWER_BYTES:
+                        return "/query answers with more than a megabyte"
             entries = _decode(body)
         except TimeoutError:
             return f"/query does not answer within {self._timeout.total:g} s"
@@ -99,7 +106,7 @@ class BootstrapGate:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return "/query answers with something else"
         known = _Known(
-            {int(rank): one.engine_id for rank, one in entries.items() if rank.isdigit()}, asked_at, failures
+            {int(rank): one.engine_id for rank, one in entries.items() if _RANK.fullmatch(rank)}, asked_at, failures
         )
         self._known.pop(address, None)
         while len(self._known) >= MAX_ENDPOINTS + MAX_DISCOVERED:

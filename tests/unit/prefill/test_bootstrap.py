@@ -34,12 +34,21 @@ class World:
         self.answer: Any = {"0": entry("one"), "1": entry("two")}
         self.status = 200
         self.delay_s = 0.0
+        self.pause_s = 0.0
+        """In the middle of the answer."""
         self.endpoint = Endpoint(Address("127.0.0.1", 8000), configured=True)
 
-    async def reply(self, _request: web.Request) -> web.Response:
+    async def reply(self, request: web.Request) -> web.StreamResponse:
         self.asked += 1
         await asyncio.sleep(self.delay_s)
         text = self.answer if isinstance(self.answer, str) else json.dumps(self.answer)
+        if self.pause_s:
+            response = web.StreamResponse(headers={"content-length": str(len(text))})
+            await response.prepare(request)
+            await response.write(text[:20].encode())
+            await asyncio.sleep(self.pause_s)
+            await response.write(text[20:].encode())
+            return response
         return web.Response(status=self.status, text=text, headers={"location": "/elsewhere"})
 
     async def admit(self, rank: int = 0) -> Handoff | Rejection:
@@ -55,7 +64,7 @@ async def world() -> AsyncIterator[World]:
     app = web.Application()
     holder: list[World] = []
 
-    async def reply(request: web.Request) -> web.Response:
+    async def reply(request: web.Request) -> web.StreamResponse:
         return await holder[0].reply(request)
 
     app.router.add_get("/query", reply)
@@ -86,6 +95,16 @@ def test_the_engine_of_each_rank() -> None:
         unknown = await one.admit(2)
         assert isinstance(unknown, Rejection)
         assert unknown.fault == "side_channel_dead"
+
+    run(test)
+
+
+def test_an_answer_in_several_packets() -> None:
+    """That of an engine with many ranks and workers is."""
+
+    async def test(one: World) -> None:
+        one.pause_s = 0.02
+        assert engine_of(await one.admit(1)) == "two"
 
     run(test)
 
@@ -133,6 +152,7 @@ def test_asked_again_after_a_failure_of_the_endpoint() -> None:
         ({"answer": {"0": {"engine_id": 7}}}, "something else"),
         ({"answer": {}}, "knows no rank 0"),
         ({"answer": {"zero": entry("x")}}, "knows no rank 0"),
+        ({"answer": {"²": entry("x")}}, "knows no rank 0"),  # a digit, and no number to Python
         ({"answer": {"0": entry("")}}, "knows no rank 0"),
         ({"delay_s": 5.0}, "does not answer within 0.3 s"),
     ],
