@@ -218,7 +218,9 @@ class Runner:
         params = for_prefill(params, self._take_source(), endpoint, service)
         body = prefill_body(self.api, self._members, params, wants_token_ids=exchange.wants_token_ids)
         lines = self._trace.for_prefill() if self._trace is not None else b""
-        if (rank := max(exchange.decision.rank, exchange.prefill_rank)) >= 0:
+        # Where nobody has told yet how many ranks there are, decode is told of the first.
+        first = 0 if service.connector.names_transfers and not endpoint.facts.ranks else -1
+        if (rank := max(exchange.decision.rank, exchange.prefill_rank, first)) >= 0:
             lines += b"x-data-parallel-rank: %d\r\n" % rank
         parts = to_prefill(self.request, endpoint.label, body, lines)
         # A frozen engine would keep the request for the whole of --prefill-timeout.

@@ -118,6 +118,18 @@ def ranks_of(world: World, count: int) -> set[int]:
     return set(pinned)
 
 
+def test_ranks_that_nobody_has_told_of(stack: ExitStack) -> None:
+    """An endpoint that a header has just brought: decode is told of the first, so that is where prefill goes."""
+    world = World(stack, *OFFLOADING, "--prefill-allow", "127.0.0.0/8")
+    prefill = stack.enter_context(ThreadedEngine(data_parallel_size=2))
+    prefill.fault(Fault(status=500), path="/metrics")
+    for _ in range(2):
+        assert world.rig.post(COMPLETIONS, completion(), [("x-prefiller-host-port", prefill.address)]).status == 200
+    pinned = [leg.header("x-data-parallel-rank") for leg in prefill.requests if leg.path == COMPLETIONS]
+    assert pinned == ["0", "0"]
+    assert {one["remote_prefiller"]["remote_port"] for one in world.params()[1]} == {world.theirs.port}
+
+
 def test_a_rank_that_the_client_asks_for(stack: ExitStack) -> None:
     world = World(stack, *OFFLOADING, ranks=2)
     answer = world.rig.post(COMPLETIONS, completion(), [("x-data-parallel-rank", "1")])
