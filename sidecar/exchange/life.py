@@ -373,6 +373,7 @@ class Exchange:
             self._end_prefill("client_left")
         self._leave_endpoint()
         self._strand()
+        self._spent = None  # with the prompt's ids in it, and `/decisions` remembers this request
         self._give_back_budget()
 
     # -- steps --

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.connectors.connector import EngineFacts, Rejection
+from sidecar.connectors.connector import EngineFacts, Handoff, Rejection
 from sidecar.decision.guards import Decision, Kind
 from sidecar.exchange.commands import (
     CLOSE,
@@ -734,6 +734,14 @@ def test_decode_takes_the_prompt_as_prefill_tokenised_it(world: World) -> None:
     assert json.loads(handoff.params) == params(), "what is given back needs none"
     play = play >> checked() << Decode
     assert json.loads(play.handoff.with_token_ids())["remote_host"] == "127.77.0.1"
+
+
+def test_a_request_that_is_over_keeps_no_prompt(world: World) -> None:
+    """`/decisions` remembers the last few hundred."""
+    play = asking_for_ids(world) >> start << Prefill(world.a) >> prefilled(body=with_ids(list(range(40)))) << Check
+    assert play >> checked() << Decode >> connected << None >> sent << None >> left << TO_FIRST_BYTE
+    held = [getattr(play.exchange, name, None) for name in play.exchange.__slots__]
+    assert not [one for one in held if isinstance(one, Handoff)]
 
 
 @pytest.mark.parametrize("ids", [..., None])
