@@ -29,6 +29,8 @@ at once would reset the connection before the client has read the answer."""
 WRITE_HIGH_WATER_BYTES = 65536
 READ_IN_PLACE_BYTES = 131072
 """Less than this is not worth a change of protocol."""
+READ_BEFORE = 8
+"""Part of a body that must have arrived before there is a place for all of it: a length is easily stated."""
 
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 60, 15, 4
 
@@ -280,6 +282,8 @@ class ClientConnection(asyncio.Protocol):
         """The rest of a large body of stated length goes from the socket to its place, not into pieces."""
         transport = self.transport
         missing = request.length - request.size
+        if request.size * READ_BEFORE < request.length:
+            return
         if missing < READ_IN_PLACE_BYTES or request.is_streamed or self._deaf or transport is None:
             return
         transport.pause_reading()

@@ -237,3 +237,14 @@ def test_what_probes_are_told_cannot_harm(rigged: Callable[..., Rig]) -> None:
             rig.decode.faults.once(nonsense, path=path)
         assert rig.post(CHAT, chat()).status == 200
     rig.sidecar.wait_until("/readyz")
+
+
+def test_large_bodies_that_are_only_announced(rig: Rig) -> None:
+    """Memory is for what has arrived: a stated length costs its sender nothing."""
+    before = rig.sidecar.rss_mib
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: sidecar\r\nContent-Length: {60 * MIB}\r\n\r\n".encode()
+    with ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(rig.sidecar.connect()).send(head + b'{"prompt":"')
+        assert rig.post(COMPLETIONS, completion()).status == 200
+        assert rig.sidecar.rss_mib - before < 20
