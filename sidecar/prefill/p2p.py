@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from sidecar.background import Background
 from sidecar.connectors.connector import Handoff, Rejection
+from sidecar.log import Limited
 from sidecar.prefill.address import Address
 from sidecar.prefill.endpoints import Endpoint
 
@@ -38,7 +39,9 @@ async def greeting(address: Address, timeout_s: float) -> str:
     except TimeoutError:
         return f"no greeting within {timeout_s:g} s"
     except OSError as error:
-        return os.strerror(error.errno) if error.errno else type(error).__name__
+        if error.errno and error.errno > 0:
+            return os.strerror(error.errno)
+        return error.strerror or type(error).__name__  # a name that is not known, say
     return "" if first and first[0] == _SIGNATURE else "it does not speak ZMTP"
 
 
@@ -56,6 +59,7 @@ class P2PGate:
         self.own = own
         self._timeout_s = timeout_s
         self._own_problem = ""
+        self._limited = Limited(_log)
 
     def admit(self, endpoint: Endpoint, handoff: Handoff, admitted: Callable[[Handoff | Rejection], None]) -> None:
         """Calls `admitted` with the handoff, or with why the local engine must not have it."""
@@ -71,7 +75,7 @@ class P2PGate:
         async def ask() -> None:
             rejection = await self._verdict(source)
             if rejection is not None:
-                _log.warning("KV cache source %s is not used: %s", source, rejection.detail)
+                self._limited.warning(f"{source}", "KV cache source %s is not used: %s", source, rejection.detail)
             reached(rejection is None)
 
         self._background.start(f"P2P channel of {source}", ask())

@@ -112,6 +112,28 @@ def test_a_source_is_asked_too_and_an_unknown_own_channel_is_not() -> None:
     run(test)
 
 
+def test_a_source_that_is_not_there_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Every request may name one."""
+
+    async def test() -> None:
+        gate = P2PGate(Background(), None, QUICK_S)
+        async with channel(GREETS) as peer:
+            pass
+        for _ in range(3):
+            assert not await reached(gate, peer)
+        assert len([record for record in caplog.records if "is not used" in record.message]) == 1
+
+    run(test)
+
+
+def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unknown(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(asyncio, "open_connection", unknown)
+    assert asyncio.run(greeting(Address("nowhere", 1), QUICK_S)) == "Name or service not known"
+
+
 async def reached(gate: P2PGate, source: Address) -> bool:
     found: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     gate.reach(source, found.set_result)
