@@ -298,6 +298,8 @@ class ClientConnection(asyncio.Protocol):
         transport.pause_reading()
         transport.set_protocol(self)
         transport.resume_reading()
+        if self._deaf:  # it was too late
+            return
         request.keep_alive = self._parser.should_keep_alive()
         self._parser = httptools.HttpRequestParser(self)  # the old one still waits for the body
         self._request = None

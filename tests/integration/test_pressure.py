@@ -248,3 +248,17 @@ def test_large_bodies_that_are_only_announced(rig: Rig) -> None:
             stack.enter_context(rig.sidecar.connect()).send(head + b'{"prompt":"')
         assert rig.post(COMPLETIONS, completion()).status == 200
         assert rig.sidecar.rss_mib - before < 20
+
+
+def test_large_body_that_is_late(rigged: Callable[..., Rig]) -> None:
+    """Once it has been answered with 408, what still comes of it is no request."""
+    rig = rigged("--client-body-timeout", "0.5")
+    body = json.dumps({**completion(), "user": "x" * MIB}).encode()
+    with rig.sidecar.connect() as client:
+        client.send(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: sidecar\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        client.send(body[: len(body) // 2])
+        assert client.head().status == 408
+        client.send(body[len(body) // 2 :])
+        time.sleep(0.3)
+    assert rig.sidecar.ask("GET", "/v1/models").status == 200
+    assert rig.decoded()[0].target == "/v1/models"
