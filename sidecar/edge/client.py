@@ -190,8 +190,8 @@ class ClientConnection(asyncio.Protocol):
             self._runner.pause()
 
     def resume_writing(self) -> None:
-        self.deadline = 0.0
-        if self._runner is not None:
+        if self._runner is not None:  # else what is read now is the end of an answer, and the idle time runs on
+            self.deadline = 0.0
             self._runner.resume()
 
     # -- reading -------------------------------------------------------------------------------------------
@@ -482,6 +482,11 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
         elif not self._reading and self._runner is None:
             self._close_idle()
+            if (
+                not self._lingering
+            ):  # what is buffered is sent before it closes, to a client that may read no further
+                self._lingering = True
+                self.deadline = self._service.loop.time() + self._service.settings.client_idle_timeout
         elif self._runner is None:
             self._refuse(_row("too_slow"))
         else:  # a streamed body that stopped, or a client that reads no more of its answer

@@ -1,4 +1,5 @@
-"""A client's connection when the sidecar itself is at fault; what a client can do wrong is tests/integration's."""
+"""A client's connection when the sidecar itself is at fault, and its deadlines; what a client can do wrong is
+tests/integration's."""
 
 import asyncio
 import logging
@@ -14,7 +15,9 @@ from sidecar.settings import Settings
 
 
 class Transport:
-    aborted = False
+    """One that closes once its peer has read what is in its buffer, which no test does."""
+
+    aborted = closing = False
 
     def set_write_buffer_limits(self, high: int) -> None: ...
 
@@ -22,7 +25,15 @@ class Transport:
         return None
 
     def is_closing(self) -> bool:
-        return self.aborted
+        return self.aborted or self.closing
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def resume_reading(self) -> None: ...
+
+    def close(self) -> None:
+        self.closing = True
 
     def abort(self) -> None:
         self.aborted = True
@@ -39,19 +50,61 @@ class BrokenRunner:
         raise AssertionError("the runner hears of it when the transport says so")
 
 
+class IdleRunner:
+    def __init__(self, _service: object, _client: object, request: Request) -> None:
+        self.request = request
+
+    def start(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+def make_service() -> Any:
+    return SimpleNamespace(
+        loop=asyncio.new_event_loop(),
+        settings=Settings(),
+        live=SimpleNamespace(draining=False),
+        observer=SimpleNamespace(refused=lambda _row: None),
+    )
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["slowly", "no further"])
+def test_client_that_reads_the_end_of_its_answer(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
+    """What is under way has no deadline of its own, and what is over always has one."""
+    monkeypatch.setattr(client, "Runner", IdleRunner)
+    service = make_service()
+    connection, transport = ClientConnection(service, set()), Transport()
+    connection.connection_made(cast("Any", transport))
+    connection.data_received(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}")
+    assert connection.deadline == 0.0
+    connection.pause_writing()
+    assert connection.deadline
+    connection.resume_writing()
+    assert connection.deadline == 0.0
+    connection.pause_writing()
+    connection.answered(connection._runner.request)  # type: ignore[union-attr]
+    if reads:
+        connection.resume_writing()
+    assert connection.deadline
+    connection.overdue()
+    assert transport.closing
+    assert connection.deadline, "closing waits for what is still to be read"
+    connection.overdue()
+    assert transport.aborted
+    service.loop.close()
+
+
 def test_bug_ends_the_connection_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The parser reports an exception in its callbacks as an error of parsing: it is no 400, and nobody waits."""
     monkeypatch.setattr(client, "Runner", BrokenRunner)
     refused: list[Any] = []
-    service = SimpleNamespace(
-        loop=asyncio.new_event_loop(),
-        settings=Settings(),
-        live=SimpleNamespace(draining=False),
-        observer=SimpleNamespace(refused=refused.append),
-    )
-    connection = ClientConnection(cast("Any", service), set())
+    service = make_service()
+    service.observer.refused = refused.append
+    connection = ClientConnection(service, set())
     transport = Transport()
     connection.connection_made(cast("Any", transport))
     with caplog.at_level(logging.ERROR):
