@@ -171,14 +171,20 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
-        if self._request is None:
+        request = self._request
+        if request is None:
             self._head_bytes += len(data)
-        elif self._runner is None or self._runner.request is self._request:
+        elif self._runner is None or self._runner.request is request:
             self.body_progressed()
+        size = request.size if request is not None else 0
         self._feed(data)
+        if (
+            request is not None and request is self._request
+        ):  # what brings nothing of its body: trailers, chunk sizes
+            self._head_bytes = self._head_bytes + len(data) if request.size == size else 0
         if self._request is not None and self._runner is None and self._request.size:
             self._read_in_place(self._request)
-        if self._request is None and self._reading and self._head_bytes > MAX_HEAD_BYTES + 65536:
+        if self._reading and self._head_bytes > MAX_HEAD_BYTES + 65536:
             self._refuse(_row("head_too_large"))
 
     def body_progressed(self) -> None:
@@ -310,6 +316,7 @@ class ClientConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         request, self._request = self._request, None
         self._reading = False
+        self._head_bytes = 0
         if request is None or self._deaf:
             return
         request.keep_alive = self._parser.should_keep_alive()

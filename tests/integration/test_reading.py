@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -307,3 +308,45 @@ def test_refused_requests_are_counted_and_never_quoted(rig: Rig) -> None:
     after = rig.sidecar.metrics()
     gain = [metrics("requests_total", reason="reading_malformed", status="400") for metrics in (before, after)]
     assert gain[1] == gain[0] + 1
+
+
+@pytest.mark.parametrize("piece", [b"X-A: b\r\n" * 1000, b"x" * 8000], ids=["many", "one that does not end"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["read", "streamed"])
+def test_endless_trailers(rig: Rig, streamed: bool, piece: bytes) -> None:
+    """No more than a head: nothing grows by them. An engine that has the rest already loses the connection."""
+    began = rig.sidecar.rss_mib
+    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nContent-Type: audio/wav\r\n" if streamed else HEAD
+    with rig.sidecar.connect() as client:
+        client.send(head + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX-Long: ")
+        with suppress(ConnectionError):
+            for _ in range(100):
+                client.send(piece)
+                time.sleep(0.002)
+        if streamed:
+            with pytest.raises((ConnectionError, Cut)):
+                client.head()
+        else:
+            assert client.head().status == 431
+    assert rig.sidecar.rss_mib - began < 4
+
+
+def test_a_body_in_many_small_chunks(rig: Rig) -> None:
+    """Its size lines are no trailers, however much they are together."""
+    with rig.sidecar.connect() as client:
+        client.send(HEAD + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(100):
+            client.send(b"1;" + b"x" * 4000 + b"\r\n")
+            time.sleep(0.002)
+            client.send(b" \r\n")
+        client.send(b"0\r\n\r\n")
+        assert client.head().status == 400, "no JSON, and read to its end"
+
+
+def test_a_large_body_behind_the_end_of_another(rig: Rig) -> None:
+    """In the same packet: its bytes are its own."""
+    with rig.sidecar.connect() as client:
+        client.send(HEAD + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n")
+        time.sleep(0.05)
+        client.send(b"0\r\n\r\n" + HEAD + b"Content-Length: 700000\r\n\r\n" + b" " * 700_000)
+        for _ in range(2):
+            assert client.answer("POST").status == 400
