@@ -178,9 +178,7 @@ class ClientConnection(asyncio.Protocol):
             self.body_progressed()
         size = request.size if request is not None else 0
         self._feed(data)
-        if (
-            request is not None and request is self._request
-        ):  # what brings nothing of its body: trailers, chunk sizes
+        if request is not None and request is self._request:  # trailers and sizes of chunks bring nothing of it
             self._head_bytes = self._head_bytes + len(data) if request.size == size else 0
         if self._request is not None and self._runner is None and self._request.size:
             self._read_in_place(self._request)
@@ -243,9 +241,7 @@ class ClientConnection(asyncio.Protocol):
             http_1_0=version == "1.0",
             started_at=service.loop.time(),
         )
-        request.upgrade = (
-            request.upgrade and parser.should_upgrade()
-        )  # a wish that Connection does not name is none
+        request.upgrade = request.upgrade and parser.should_upgrade()  # Connection must name it too
         self._request = request
         self._head_bytes = 0
         if version not in ("1.1", "1.0"):
@@ -255,9 +251,7 @@ class ClientConnection(asyncio.Protocol):
         if refusal is not None:
             self._refuse(*refusal)
             return
-        if (
-            not request.has_body or request.upgrade
-        ):  # the parser stops behind the head of one that wishes to upgrade
+        if not request.has_body or request.upgrade:  # of one that wishes to upgrade the parser reads the head alone
             return
         if self._runner is None and not self._queue:
             self._body_may_come(request)
@@ -489,9 +483,7 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
         elif not self._reading and self._runner is None:
             self._close_idle()
-            if (
-                not self._lingering
-            ):  # what is buffered is sent before it closes, to a client that may read no further
+            if not self._lingering:  # what is buffered is sent first, to a client that may read no further
                 self._lingering = True
                 self.deadline = self._service.loop.time() + self._service.settings.client_idle_timeout
         elif self._runner is None:
