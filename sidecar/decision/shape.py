@@ -52,7 +52,7 @@ def media_in(api: Api, body: bytes | bytearray | memoryview) -> Media:
     the body is not in its prompt either; what is may be elsewhere."""
     if not api.media_url:
         return Media.NONE
-    if isinstance(body, memoryview) or _ESCAPED_LETTER.search(body):
+    if isinstance(body, memoryview) or _escapes_letters(body):
         return Media.PERHAPS_FETCHED
     at = body.rfind(_URL_KEY)  # from behind: four times as fast in text with many quotes
     if at < 0:
@@ -64,6 +64,11 @@ def media_in(api: Api, body: bytes | bytearray | memoryview) -> Media:
         if at < 0:
             return Media.INLINE if body.rfind(b'file_id"') < 0 else Media.PERHAPS_FETCHED
     return Media.PERHAPS_FETCHED
+
+
+def _escapes_letters(body: bytes | bytearray) -> bool:
+    """A sixth of the pattern's time where nothing of the kind is there."""
+    return body.rfind(b"\\u00") >= 0 and _ESCAPED_LETTER.search(body) is not None
 
 
 def _names(body: bytes | bytearray, behind: int) -> bool:
@@ -126,7 +131,7 @@ def _has_server_tools(tools: msgspec.Raw | None) -> bool:
 def _may_hold_media(api: Api, prompt: msgspec.Raw) -> bool:
     """Whether more than text may be in it; looks at the bytes alone."""
     text = bytes(prompt)
-    return text.rfind(api.media_url) >= 0 or _ESCAPED_LETTER.search(text) is not None
+    return text.rfind(api.media_url) >= 0 or _escapes_letters(text)
 
 
 def is_text(api: Api, members: Fields, media: Media) -> bool:
