@@ -267,12 +267,19 @@ def _conflicts(settings: Settings) -> list[str]:
 
 def doubts(settings: Settings) -> list[str]:
     """What is possible and hardly meant, one line each."""
+    found = []
+    if settings.kv_connector in ("none", "lmcache", "mooncake"):
+        found = [
+            f"--{name.replace('_', '-')} on: engines with --kv-connector {settings.kv_connector} have no P2P tier"
+            for name in ("enable_p2p_pull", "prefill_from_decode")
+            if getattr(settings, name) == "on"
+        ]
     if settings.disagg == "off" or not CONNECTORS[settings.kv_connector].splits:
-        return []
-    if settings.prefill or settings.prefill_allow or settings.discovery != "none":
-        return []
-    why = "no prefill endpoint is allowed: x-prefiller-host-port gets 403 and all else stays local"
-    return [f"{why}; add --discovery, --prefill-allow CIDR or --prefill HOST:PORT"]
+        return found
+    if not (settings.prefill or settings.prefill_allow or settings.discovery != "none"):
+        why = "no prefill endpoint is allowed: x-prefiller-host-port gets 403 and all else stays local"
+        found.append(f"{why}; add --discovery, --prefill-allow CIDR or --prefill HOST:PORT")
+    return found
 
 
 def shown(settings: Settings) -> dict[str, Any]:

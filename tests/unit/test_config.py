@@ -511,3 +511,15 @@ def test_kubernetes_in_a_cluster(tmp_path: Path) -> None:
 def test_mistakes_about_kubernetes(argv: list[str], says: str) -> None:
     (mistake,) = mistakes(argv)
     assert says in mistake
+
+
+@pytest.mark.parametrize("connector", ["none", "lmcache", "mooncake", "nixlv2", "offloading"])
+@pytest.mark.parametrize("flag", ["--enable-p2p-pull", "--prefill-from-decode"])
+def test_p2p_with_engines_that_have_no_p2p_tier(connector: str, flag: str) -> None:
+    settings, _ = load(["--kv-connector", connector, "--prefill", "10.0.0.5:8000", flag, "on"], {})
+    said = config.doubts(settings)
+    assert said == (
+        [f"{flag} on: engines with --kv-connector {connector} have no P2P tier"]
+        if connector in ("none", "lmcache", "mooncake")
+        else []
+    )
