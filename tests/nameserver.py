@@ -106,13 +106,15 @@ class NameServer:
         response.authority.append(dns.rrset.from_text(owner.parent(), 3600, "IN", "SOA", soa))
 
     async def _serve_tcp(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                (size,) = struct.unpack("!H", await reader.readexactly(2))
-                data = await self.answer(await reader.readexactly(size), "tcp")
-                if data is not None:
-                    writer.write(struct.pack("!H", len(data)) + data)
-        writer.close()
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    (size,) = struct.unpack("!H", await reader.readexactly(2))
+                    data = await self.answer(await reader.readexactly(size), "tcp")
+                    if data is not None:
+                        writer.write(struct.pack("!H", len(data)) + data)
+        finally:  # the loop may end before the client does
+            writer.close()
 
 
 class _Udp(asyncio.DatagramProtocol):
