@@ -269,6 +269,9 @@ def test_a_token_that_is_replaced(tmp_path: Path) -> None:
             token.write_text("second\n")
             server.delete("pods", "a")
             await world.until([B])
+            async with asyncio.timeout(5):
+                while not server.watches:  # noqa: ASYNC110 what is not there yet cannot be dropped
+                    await asyncio.sleep(0.02)
             token.unlink()
             server.drop_watches()
             await world.until_failing("credentials")
