@@ -555,11 +555,15 @@ def idle(sidecar: Sidecar) -> None:
 
 def free(*engines: Engine, within_s: float) -> None:
     """Until no engine runs anything or holds a block."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     for engine in engines:
 
-        def nothing(engine: Engine = engine) -> bool:
+        def held(engine: Engine = engine) -> list[float]:
             metrics = engine.metrics()
-            running = metrics.total("vllm:num_requests_running") + metrics.total("vllm:num_requests_waiting")
-            return not running and not metrics.total("vllm:kv_cache_usage_perc")
+            return [metrics.total(f"vllm:{name}") for name in names]
 
-        eventually(nothing, within_s)
+        try:
+            eventually(lambda: not any(held()), within_s)
+        except AssertionError:
+            now = dict(zip(names, held(), strict=True))
+            raise AssertionError(f"{engine.name} after {within_s:g} s: {now}") from None

@@ -14,6 +14,8 @@ from e2e.engines import Rig, free_ports
 
 MINIMUM = 128
 PROMPTS = 200
+KV_CACHE_BYTES = 128 << 20
+"""Room for all of them: what the engine has evicted would rightly go remote."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,9 @@ def told_rig(ports: tuple[int, int]) -> Iterator[Rig]:
         "replay_endpoint": f"tcp://{HOST}:{ports[1]}",
     }
     flags = ["--kv-events-config", json.dumps(config)]
-    with Rig("tiny", prefill=1, decode=1, lease_seconds=LEASE_S, decode_flags=flags) as rig:
+    with Rig(
+        "tiny", prefill=1, decode=1, lease_seconds=LEASE_S, decode_flags=flags, kv_cache_bytes=KV_CACHE_BYTES
+    ) as rig:
         yield rig
 
 
