@@ -25,7 +25,7 @@ TOLD = "the engine's own words"
 class Openai:
     """Chat by `openai`."""
 
-    library: Any = openai
+    module: Any = openai
     path = CHAT
     body = {"error": {"message": TOLD, "type": "Some", "param": None, "code": 1}}  # noqa: RUF012
 
@@ -49,7 +49,7 @@ class Openai:
 class Anthropic:
     """Messages by `anthropic`."""
 
-    library: Any = anthropic
+    module: Any = anthropic
     path = MESSAGES
     body = {"type": "error", "error": {"type": "some_error", "message": TOLD}}  # noqa: RUF012
 
@@ -106,7 +106,7 @@ def test_what_an_engine_refuses(rigged: Callable[..., Rig], library: Library, st
     rig.decode.fault(fault, path=library.path)
     with library.client(rig) as client:
         error = raised(lambda: library.ask(client, prompt(400), stream=streamed))
-    assert isinstance(error, getattr(library.library, STATUSES[status]))
+    assert isinstance(error, getattr(library.module, STATUSES[status]))
     assert error.status_code == status
     assert TOLD in error.message
     assert error.response.headers["retry-after"] == "7"
@@ -123,7 +123,7 @@ def test_what_prefill_refuses(rigged: Callable[..., Rig], library: Library, stat
     rig.prefill.fault(fault, path=library.path)
     with library.client(rig) as client:
         error = raised(lambda: library.ask(client, prompt(400), stream=True))
-    assert isinstance(error, getattr(library.library, STATUSES[status]))
+    assert isinstance(error, getattr(library.module, STATUSES[status]))
     assert TOLD in error.message
     assert not rig.decoded()
 
@@ -134,7 +134,7 @@ def test_a_target_that_nobody_allows(rigged: Callable[..., Rig], library: Librar
     rig.target = "192.0.2.7:8000"
     with library.client(rig) as client:
         error = raised(lambda: library.ask(client, prompt(400), stream=True))
-    assert isinstance(error, library.library.PermissionDeniedError)
+    assert isinstance(error, library.module.PermissionDeniedError)
     assert "--prefill-allow" in error.message
 
 
@@ -153,7 +153,7 @@ def test_a_failed_prefill_where_the_policy_is_to_fail(rigged: Callable[..., Rig]
     rig.target = f"127.0.0.1:{free_ports()}"
     with library.client(rig) as client:
         error = raised(lambda: library.ask(client, prompt(400), stream=True))
-    assert isinstance(error, library.library.InternalServerError)
+    assert isinstance(error, library.module.InternalServerError)
     assert error.status_code in (502, 503)
     said = error.body.get("error", error.body)
     assert said["stage"] == "prefill"
