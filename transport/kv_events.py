@@ -264,7 +264,14 @@ class KvEvents:
     def cached_tokens(
         self, token_ids: Sequence[int], *, lora_name: str | None = None, cache_salt: str | None = None
     ) -> int | None:
-        """`PrefixIndex.cached_tokens`, or None while the engine is not heard or something is missing."""
+        """`PrefixIndex.cached_tokens`, or None while the engine is not heard or something is missing.
+
+        What has arrived is followed first (for at most `SLICE_SECONDS`): events come at the end of an engine's
+        step, as the next request does, and often in the same turn of the loop.
+        """
+        if self._draining is not None:
+            self._draining.cancel()
+            self._drain()
         if not self.current:
             return None
         return self.index.cached_tokens(token_ids, lora_name=lora_name, cache_salt=cache_salt)
