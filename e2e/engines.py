@@ -18,12 +18,10 @@ import http.client
 import json
 import os
 import queue
-import random
 import re
 import shlex
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -37,11 +35,10 @@ from typing import IO, Any, Literal, Self
 
 from e2e import models, zygote
 from e2e.install import cache_root, engine_python, say
+from tests.ports import free_ports
 
 Role = Literal["prefill", "decode"]
 HOST = "127.0.0.1"
-# Below the kernel's ephemeral ports (32768 and up): no outgoing connection can take one in the meantime.
-PORTS = range(20000, 32000)
 # A start takes 2 to 10 s, on a busy machine twenty times that; a vLLM of the user's own loads from scratch.
 START_TIMEOUT_SECONDS = 300.0
 PLAIN_START_TIMEOUT_SECONDS = 900.0
@@ -165,30 +162,6 @@ class Zygote:
             tail = b"\n".join(self._errors.read().splitlines()[-LOG_TAIL_LINES:]).decode(errors="replace")
             raise RigError(f"engines: the zygote ended when asked to {what}:\n{tail}")
         return message
-
-
-def free_ports(count: int = 1) -> int:
-    """The first of `count` consecutive TCP ports that nobody listens on."""
-    for _ in range(1000):
-        first = random.choice(PORTS[:-count])
-        if first in _given or not all(bindable(first + n) for n in range(count)):
-            continue
-        _given.update(range(first, first + count))
-        return first
-    raise RigError(f"engines: no {count} free ports found between {PORTS.start} and {PORTS.stop}")
-
-
-_given: set[int] = set()
-
-
-def bindable(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-        return True
 
 
 # --- one engine -------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 import pytest
 
 from e2e.conftest import BLOCK_TOKENS, COMPLETIONS, HOST, LEASE_S, Pair, ask, eventually, idle, mended, token_ids
-from e2e.engines import Rig, free_ports
+from e2e.engines import Rig
+from tests.ports import free_ports
 
 MINIMUM = 128
 PROMPTS = 200

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
-from e2e.engines import HOST, Engine, Rig, free_ports
+from e2e.engines import HOST, Engine, Rig
 from tests.integration.transport.peers import until
+from tests.ports import free_ports
 from transport.kv_events import KvEvents
 from transport.prefix_index import PrefixIndex
 

@@ -26,9 +26,10 @@ from e2e.conftest import (
     request_body,
     text_of,
 )
-from e2e.engines import HOST, Beside, Rig, free_ports
+from e2e.engines import HOST, Beside, Rig
 from e2e.mooncake_wheel import mooncake_dirs
 from tests.integration.client import Client
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from tests.integration.sidecar import Sidecar

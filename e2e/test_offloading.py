@@ -34,8 +34,9 @@ from e2e.conftest import (
     text_of,
     token_ids,
 )
-from e2e.engines import HOST, Engine, Rig, free_ports
+from e2e.engines import HOST, Engine, Rig
 from tests.integration.client import Client
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from tests.integration.sidecar import Sidecar

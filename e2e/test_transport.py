@@ -17,7 +17,8 @@ import pytest
 import uvloop
 
 from e2e.engines import HOST, Engine, Rig
-from tests.integration.transport.peers import ask, until, unused_port
+from tests.integration.transport.peers import ask, until
+from tests.ports import free_ports
 from transport import zmtp
 from transport.compatibility import Incompatible
 from transport.prober import Away, Endpoint, Known
@@ -65,7 +66,7 @@ def side_channel(engine: Engine) -> Endpoint:
 
 @asynccontextmanager
 async def between(prefill: Engine, decode: Engine) -> AsyncIterator[SideChannels]:
-    channels = SideChannels(local=side_channel(decode), port=unused_port(), refresh_seconds=0.5)
+    channels = SideChannels(local=side_channel(decode), port=free_ports(), refresh_seconds=0.5)
     try:
         channels.add(side_channel(prefill))
         await until(lambda: isinstance(channels.local_state, Known), 5)

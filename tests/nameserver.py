@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-import threading
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import dns.flags
 import dns.message
@@ -15,6 +13,9 @@ import dns.name
 import dns.rcode
 import dns.rdatatype
 import dns.rrset
+
+from tests.own_loop import OwnLoop
+from tests.ports import free_ports
 
 MAX_UDP_BYTES = 1232
 
@@ -49,16 +50,9 @@ class NameServer:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            self._tcp = await asyncio.start_server(self._serve_tcp, "127.0.0.1", self.port)
-            port = self._tcp.sockets[0].getsockname()[1]
-            try:
-                self._udp, _ = await loop.create_datagram_endpoint(lambda: _Udp(self), ("127.0.0.1", port))
-            except OSError:  # somebody else's on UDP
-                self._tcp.close()
-                continue
-            self.port = port
-            return
+        self.port = self.port or free_ports()
+        self._tcp = await asyncio.start_server(self._serve_tcp, "127.0.0.1", self.port)
+        self._udp, _ = await loop.create_datagram_endpoint(lambda: _Udp(self), ("127.0.0.1", self.port))
 
     async def stop(self) -> None:
         if self._udp is not None:
@@ -137,23 +131,5 @@ class _Udp(asyncio.DatagramProtocol):
             self._transport.sendto(answer, peer)
 
 
-class ThreadedNameServer(NameServer):
-    """For tests without a loop of their own; what a test changes holds from the next question on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="nameserver", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self.start(), self._loop).result(10)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        asyncio.run_coroutine_threadsafe(self.stop(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+class ThreadedNameServer(OwnLoop, NameServer):
+    """What a test changes holds from the next question on."""

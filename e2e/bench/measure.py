@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from e2e.bench import payloads
-from e2e.bench.proxies import SPECS, NotReadyError, Proxy, Spec, free_port
+from e2e.bench.proxies import SPECS, NotReadyError, Proxy, Spec
 from e2e.bench.rig import Rig, Sample, build
 from e2e.rounds import turns
 from tests.engine import nixl
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from e2e.bench.cases import Case
@@ -99,7 +100,7 @@ class Bench:
         self._priority = priority
         self._binaries = binaries
         self._folder = Path(tempfile.mkdtemp(prefix="pd-sidecar-bench-"))
-        self._side_channel = nixl.SideChannel("127.0.0.1", free_port(), {(0, 0): _handshake_payload()})
+        self._side_channel = nixl.SideChannel("127.0.0.1", free_ports(), {(0, 0): _handshake_payload()})
         self._side_channel.start()
         self._collector = Collector()
         self._canned = payloads.canned(self._side_channel.port)

@@ -11,9 +11,7 @@ import contextlib
 import dataclasses
 import http.client
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from tests.ports import free_ports
 
 READY_TIMEOUT_S = 40
 _END_TIMEOUT_S = 3
@@ -252,15 +252,6 @@ class NotReadyError(Exception):
     """The proxy did not come up; the message carries the end of its log."""
 
 
-def free_port() -> int:
-    """A loopback port that was free a moment ago, from below the range that the load's own connections use."""
-    for port in random.sample(range(20000, 30000), 200):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free port between 20000 and 30000")
-
-
 def descendants(pid: int) -> list[int]:
     """A process and all it started (nginx's worker does nginx's work)."""
     found = [pid]
@@ -289,7 +280,7 @@ class Proxy:
         spans are taken."""
         folder.mkdir(parents=True, exist_ok=True)
         self.spec = spec
-        self.place = Place(free_port(), free_port(), *engines, collector_port, folder)
+        self.place = Place(free_ports(), free_ports(), *engines, collector_port, folder)
         for name, text in spec.files(self.place).items():
             (folder / name).write_text(text)
         self.log = folder / f"{spec.name}.log"

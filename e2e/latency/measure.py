@@ -23,13 +23,14 @@ from typing import Any, Self
 import msgspec
 
 from e2e.bench.proxies import SPECS, NotReadyError, Place, Proxy, Spec
-from e2e.engines import HOST, PROMPT_TOKEN_SOURCES, Engine, Metrics, Rig, RigError, free_ports
+from e2e.engines import HOST, PROMPT_TOKEN_SOURCES, Engine, Metrics, Rig, RigError
 from e2e.install import engine_python
 from e2e.latency import driver, public
 from e2e.latency.driver import Client, LoadError, Record, Run, Turn
 from e2e.latency.numbers import percentile
 from e2e.latency.scenarios import MODES, STREAM, Mode, Scenario, prompt
 from e2e.rounds import turns
+from tests.ports import free_ports
 
 ROUTER = "vllm-router"
 MAX_BATCHED_TOKENS = 2048

@@ -24,7 +24,8 @@ from tests.chart import tools
 from tests.chart.prometheus import SELECT, Prometheus
 from tests.chart.render import CHART
 from tests.integration import collector
-from tests.integration.sidecar import Sidecar, eventually, free_ports
+from tests.integration.sidecar import Sidecar, eventually
+from tests.ports import free_ports
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 FIRST_ROWS = ("Does it pay?", "What is decided, and why", "What fails")

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from tests.chart.render import CHART
-from tests.integration.sidecar import free_ports
+from tests.ports import free_ports
 
 RULES = CHART / "files" / "rules.yaml"
 SELECT = {"$namespace": "space", "$pod": "decode-0"}

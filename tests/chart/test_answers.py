@@ -13,7 +13,8 @@ import pytest
 from tests.certificates import DAY, Authority
 from tests.chart.render import Object, one, sidecars, validated, with_values
 from tests.engine import ThreadedEngine
-from tests.integration.sidecar import Sidecar, eventually, free_ports
+from tests.integration.sidecar import Sidecar, eventually
+from tests.ports import free_ports
 
 KEPT = ("--secure-serving", "--cert-path", "--client-ca")
 

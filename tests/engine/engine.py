@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import ssl
 import time
 import uuid
@@ -23,22 +22,9 @@ from tests.engine.core import Core, Limits
 from tests.engine.events import KvEvents
 from tests.engine.faults import Faults
 from tests.engine.wire import Answer, Connection, Received, Server
+from tests.ports import free_ports
 
 VERSION = "0.32.0"
-# Below the kernel's ephemeral ports: while a killed engine is away, no outgoing connection can take its port.
-_PORTS = range(10000, 20000)
-_fresh_ports: list[int] = []
-
-
-def _fresh_port() -> int:
-    """Each once, in a random order: what a sidecar remembers of an engine that has gone must not meet another at
-    its address."""
-    if not _fresh_ports:
-        _fresh_ports.extend(random.sample(_PORTS, len(_PORTS)))
-    return _fresh_ports.pop()
-
-
-_PORT_ATTEMPTS = 100
 
 
 class Engine:
@@ -118,19 +104,9 @@ class Engine:
 
     def _start_side_channels(self) -> None:
         """On consecutive ports, one for each rank; whatever is free if no port was asked for."""
-        for attempt in range(_PORT_ATTEMPTS):
-            base = self.side_channel_port or _fresh_port()
-            try:
-                for rank, core in enumerate(self.cores):
-                    core.start(base + rank)
-            except OSError:
-                if self.side_channel_port or attempt == _PORT_ATTEMPTS - 1:
-                    raise
-                for core in self.cores:
-                    core.close_side_channel()
-            else:
-                self.side_channel_port = base
-                return
+        self.side_channel_port = self.side_channel_port or free_ports(len(self.cores))
+        for rank, core in enumerate(self.cores):
+            core.start(self.side_channel_port + rank)
 
     async def _start_cores(self) -> None:
         base_id = self.fixed_engine_id or str(uuid.uuid4())
@@ -215,18 +191,10 @@ class Engine:
         if self.uds is not None:
             self._listener = await loop.create_unix_server(lambda: Connection(self.server), self.uds)
             return
-        for attempt in range(_PORT_ATTEMPTS):
-            port = self.port or _fresh_port()
-            try:
-                self._listener = await loop.create_server(
-                    lambda: Connection(self.server), self.host, port, backlog=2048, reuse_address=True, ssl=self.tls
-                )
-            except OSError:
-                if self.port or attempt == _PORT_ATTEMPTS - 1:
-                    raise
-            else:
-                self.port = port
-                return
+        self.port = self.port or free_ports()
+        self._listener = await loop.create_server(
+            lambda: Connection(self.server), self.host, self.port, backlog=2048, reuse_address=True, ssl=self.tls
+        )
 
     async def refuse(self) -> None:
         """New connections are refused; open ones go on."""

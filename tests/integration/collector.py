@@ -15,7 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from e2e.install import cache_root, exclusive
-from tests.integration.sidecar import eventually, free_ports
+from tests.integration.sidecar import eventually
+from tests.ports import free_ports
 
 LOCK = Path(__file__).with_name("collector.lock")
 _PLATFORM = ("--python-version", "311", "--implementation", "cp", "--platform", "manylinux_2_34_x86_64")

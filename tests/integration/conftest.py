@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.engine import ThreadedEngine
-from tests.integration.sidecar import Descriptors, Rig, Sidecar, free_ports
+from tests.integration.sidecar import Descriptors, Rig, Sidecar
+from tests.ports import free_ports
 
 KEPT = 5
 FLAGS = (

@@ -12,7 +12,6 @@ import http.client
 import itertools
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.client import TIMEOUT_S, Address, Answer, Client
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from tests.engine import Received, ThreadedEngine
@@ -45,7 +45,6 @@ RELEASED = b"pd-sidecar/released-handoff"
 LISTEN = "0A"  # the kernel's state number in /proc/net/tcp
 
 _numbers = itertools.count(1)
-_random = random.Random(os.getpid())
 
 
 def prompt(tokens: int) -> str:
@@ -61,21 +60,6 @@ def chat(tokens: int = 400, **fields: Any) -> dict[str, Any]:
 
 def completion(tokens: int = 400, **fields: Any) -> dict[str, Any]:
     return {"model": "sim", "prompt": prompt(tokens), "max_tokens": 8, **fields}
-
-
-def free_ports(count: int = 1) -> int:
-    """The first of `count` free ports in a row, below the range from which the kernel serves others."""
-    while True:
-        first = _random.randrange(10000, 30000)
-        try:
-            for port in range(first, first + count):
-                for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-                    with socket.socket(family) as probe:
-                        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                        probe.bind((host, port))
-        except OSError:
-            continue
-        return first
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:

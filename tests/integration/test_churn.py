@@ -27,10 +27,11 @@ from sidecar.prefill.gate import Gate
 from tests.engine import ThreadedEngine
 from tests.engine.tokens import encode
 from tests.integration.apis import COMPLETIONS
-from tests.integration.sidecar import Sidecar, completion, eventually, free_ports
+from tests.integration.sidecar import Sidecar, completion, eventually
 from tests.integration.storm import OUTPUT_TOKENS, text_of
 from tests.kube.api import ThreadedApi
 from tests.kube.objects import pod
+from tests.ports import free_ports
 from transport.side_channels import SideChannels
 
 SECONDS = float(os.environ.get("CHURN_SECONDS", "10"))

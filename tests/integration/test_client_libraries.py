@@ -16,7 +16,8 @@ import openai
 import pytest
 
 from tests.engine import Fault
-from tests.integration.sidecar import KEY, MAX_BODY_BYTES, Rig, free_ports, prompt, quick
+from tests.integration.sidecar import KEY, MAX_BODY_BYTES, Rig, prompt, quick
+from tests.ports import free_ports
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 TOLD = "the engine's own words"

@@ -19,9 +19,10 @@ import yaml
 from tests.engine import ThreadedEngine
 from tests.integration.apis import COMPLETIONS
 from tests.integration.client import Client
-from tests.integration.sidecar import ROOT, Rig, Sidecar, completion, eventually, free_ports
+from tests.integration.sidecar import ROOT, Rig, Sidecar, completion, eventually
 from tests.kube.api import ThreadedApi
 from tests.kube.objects import pod, pool
+from tests.ports import free_ports
 
 MANIFEST = yaml.safe_load("""
 apiVersion: apps/v1

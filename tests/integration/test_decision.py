@@ -13,7 +13,8 @@ import pytest
 
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import CHAT, COMPLETIONS, GENERATE
-from tests.integration.sidecar import Sidecar, chat, completion, eventually, free_ports
+from tests.integration.sidecar import Sidecar, chat, completion, eventually
+from tests.ports import free_ports
 
 BLOCK = 16
 MINIMUM = 256

@@ -13,10 +13,11 @@ import pytest
 
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import CHAT, COMPLETIONS
-from tests.integration.sidecar import Sidecar, chat, completion, eventually, free_ports
+from tests.integration.sidecar import Sidecar, chat, completion, eventually
 from tests.kube.api import ThreadedApi
 from tests.kube.objects import pod, pool
 from tests.nameserver import ThreadedNameServer
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from tests.integration.client import Answer

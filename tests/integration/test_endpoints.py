@@ -12,7 +12,8 @@ import pytest
 
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import APIS, CHAT, COMPLETIONS
-from tests.integration.sidecar import Rig, Sidecar, chat, completion, eventually, free_ports, prompt
+from tests.integration.sidecar import Rig, Sidecar, chat, completion, eventually, prompt
+from tests.ports import free_ports
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ from tests.integration.sidecar import (
     chat,
     completion,
     eventually,
-    free_ports,
     quick,
     released,
 )
+from tests.ports import free_ports
 
 Play = Callable[[Rig, dict[str, Any]], Answer | None]
 

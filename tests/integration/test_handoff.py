@@ -12,7 +12,8 @@ import pytest
 
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import APIS, CHAT, COMPLETIONS, GENERATE
-from tests.integration.sidecar import Rig, completion, eventually, free_ports, quick
+from tests.integration.sidecar import Rig, completion, eventually, quick
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from tests.integration.client import Answer

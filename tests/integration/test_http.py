@@ -20,7 +20,8 @@ from backports import zstd
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import APIS, CHAT, COMPLETIONS
 from tests.integration.client import Answer, Client, chunked, request
-from tests.integration.sidecar import MAX_BODY_BYTES, Rig, Sidecar, chat, completion, eventually, free_ports, quick
+from tests.integration.sidecar import MAX_BODY_BYTES, Rig, Sidecar, chat, completion, eventually, quick
+from tests.ports import free_ports
 
 # -- connections ---------------------------------------------------------------------------------------------
 

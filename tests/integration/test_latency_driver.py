@@ -15,7 +15,7 @@ import pytest
 from e2e.latency import driver
 from e2e.latency.driver import RUNNING_EVENTS, Client, LoadError, Record, Run, Turn
 from tests.engine import Fault, ThreadedEngine
-from tests.integration.sidecar import free_ports
+from tests.ports import free_ports
 
 Start = Callable[..., ThreadedEngine]
 PATH = "/v1/chat/completions"

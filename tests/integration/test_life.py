@@ -20,7 +20,8 @@ from sidecar.cli import main
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import CHAT, COMPLETIONS
 from tests.integration.client import Cut
-from tests.integration.sidecar import ROOT, Rig, Sidecar, chat, completion, eventually, free_ports
+from tests.integration.sidecar import ROOT, Rig, Sidecar, chat, completion, eventually
+from tests.ports import free_ports
 
 # -- start ---------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ import zmq
 
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import APIS, COMPLETIONS
-from tests.integration.sidecar import Rig, Sidecar, completion, eventually, free_ports
+from tests.integration.sidecar import Rig, Sidecar, completion, eventually
+from tests.ports import free_ports
 
 
 class Channel:

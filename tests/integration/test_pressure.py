@@ -16,7 +16,8 @@ import pytest
 from tests.engine import Fault
 from tests.integration.apis import CHAT, COMPLETIONS
 from tests.integration.client import Client
-from tests.integration.sidecar import Rig, chat, completion, eventually, free_ports, quick
+from tests.integration.sidecar import Rig, chat, completion, eventually, quick
+from tests.ports import free_ports
 
 MIB = 1 << 20
 

@@ -12,7 +12,8 @@ import pytest
 from tests.engine import Fault
 from tests.integration.apis import APIS, CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, generate, responses
 from tests.integration.client import events
-from tests.integration.sidecar import KEY, Rig, chat, completion, eventually, free_ports, prompt, released
+from tests.integration.sidecar import KEY, Rig, chat, completion, eventually, prompt, released
+from tests.ports import free_ports
 
 every_api = pytest.mark.parametrize("path", APIS)
 streamed_or_not = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

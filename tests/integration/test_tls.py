@@ -31,9 +31,9 @@ from tests.integration.sidecar import (
     close_idle,
     completion,
     eventually,
-    free_ports,
     quick,
 )
+from tests.ports import free_ports
 
 MIB = 1 << 20
 HOST = "127.0.0.1"

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.apis import COMPLETIONS
-from tests.integration.sidecar import CANARY, ROOT, Rig, completion, free_ports
+from tests.integration.sidecar import CANARY, ROOT, Rig, completion
+from tests.ports import free_ports
 
 TOP = (sys.executable, "-m", "sidecar", "top")
 

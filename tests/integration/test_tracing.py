@@ -18,7 +18,8 @@ import pytest
 from tests.engine import Fault, Received, ThreadedEngine
 from tests.integration import collector as real_collector
 from tests.integration.apis import CHAT, COMPLETIONS
-from tests.integration.sidecar import CANARY, Rig, Sidecar, chat, completion, eventually, free_ports, quick
+from tests.integration.sidecar import CANARY, Rig, Sidecar, chat, completion, eventually, quick
+from tests.ports import free_ports
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = ("traceparent", f"00-{TRACE}-{PARENT}-01")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tests.engine import ThreadedEngine
 from tests.integration.apis import COMPLETIONS
-from tests.integration.sidecar import LISTEN, Rig, Sidecar, completion, free_ports
+from tests.integration.sidecar import LISTEN, Rig, Sidecar, completion
+from tests.ports import free_ports
 
 
 def listeners(process: int) -> set[tuple[str, int]]:

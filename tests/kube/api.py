@@ -10,15 +10,16 @@ import asyncio
 import json
 import re
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import web
+
+from tests.own_loop import OwnLoop
+from tests.ports import free_ports
 
 Object = dict[str, Any]
 
@@ -125,9 +126,9 @@ class FakeApi:
         app.router.add_route("*", POOLS + "/{name}", self._one)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
+        port = port or free_ports()
         site = web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=tls, reuse_address=True)
         await site.start()
-        port = self._runner.addresses[0][1]
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
 
     async def stop(self) -> None:
@@ -361,26 +362,8 @@ def merged(one: Any, patch: Any) -> Any:
     return result
 
 
-class ThreadedApi(FakeApi):
-    """For tests without a loop of their own. `do` runs a change on the server's loop."""
-
-    def __init__(self, namespace: str = "llm") -> None:
-        super().__init__(namespace)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fake API server", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self.start(), self._loop).result(10)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        asyncio.run_coroutine_threadsafe(self.stop(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+class ThreadedApi(OwnLoop, FakeApi):
+    """For tests without a loop of their own."""
 
     def listen(self, on: socket.socket) -> None:
         """Answers there too: on the loopback of another network namespace, for example."""
@@ -389,10 +372,12 @@ class ThreadedApi(FakeApi):
             assert self._runner is not None
             await web.SockSite(self._runner, on).start()
 
-        asyncio.run_coroutine_threadsafe(listening(), self._loop).result(10)
+        self.run(listening())
 
     def do(self, change: Callable[[], object]) -> None:
+        """A change, on the server's loop."""
+
         async def done() -> None:
             change()
 
-        asyncio.run_coroutine_threadsafe(done(), self._loop).result(10)
+        self.run(done())

@@ -233,13 +233,6 @@ def speaking(*lines: bytes) -> Iterator[Endpoint]:
                 connection.close()
 
 
-def unused_port() -> int:
-    with socket.create_server((LOCALHOST, 0)) as server:
-        port = server.getsockname()[1]
-    assert isinstance(port, int)
-    return port
-
-
 def descriptors() -> int:
     """Open ones of this process, without the /dev/null that libuv keeps in reserve."""
     links = []

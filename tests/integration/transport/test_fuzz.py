@@ -10,7 +10,8 @@ import random
 import time
 from collections.abc import Iterator
 
-from tests.integration.transport.peers import Listener, asked, described, descriptors, pack, run, until, unused_port
+from tests.integration.transport.peers import Listener, asked, described, descriptors, pack, run, until
+from tests.ports import free_ports
 from transport import handshake, zmtp
 from transport.handshake import HandshakeError, Ranks
 from transport.side_channels import Address, SideChannels
@@ -129,7 +130,7 @@ def test_the_relay_and_the_engine_behind_it_survive() -> None:
         await until(lambda: descriptors() <= before)
 
     async def main() -> None:
-        channels = SideChannels(port=unused_port(), refresh_seconds=0.5)
+        channels = SideChannels(port=free_ports(), refresh_seconds=0.5)
         try:
             await rounds(channels)
         finally:

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 import zmq
 
-from tests.integration.transport.peers import LOCALHOST, descriptors, mute, run, speaking, until, unused_port
+from tests.integration.transport.peers import LOCALHOST, descriptors, mute, run, speaking, until
+from tests.ports import free_ports
 from transport import zmtp
 from transport.kv_events import CONNECTIONS_MAX, KvEvents
 from transport.prefix_index import PrefixIndex
@@ -142,7 +143,7 @@ def test_an_engine_that_has_published_nothing_is_known_to_hold_nothing() -> None
             await until(lambda: not events.current)
             assert events.cached_tokens(prompt(1)) is None
 
-    port, replay = unused_port(), unused_port()
+    port, replay = free_ports(), free_ports()
     run(main())
 
 
@@ -158,7 +159,7 @@ def test_a_sidecar_that_starts_late_learns_all_of_it() -> None:
                 await holds(events, *range(20), 30)
                 assert "gap" not in events.counts
 
-    port, replay = unused_port(), unused_port()
+    port, replay = free_ports(), free_ports()
     run(main())
 
 
@@ -179,7 +180,7 @@ def test_what_has_arrived_is_followed_before_anything_is_said() -> None:
                 events.batch(link, (b"kv", (3).to_bytes(8, "big"), payload))  # one is missing
                 assert events.cached_tokens(prompt(1)) is None
 
-    port, replay = unused_port(), unused_port()
+    port, replay = free_ports(), free_ports()
     run(main())
 
 
@@ -198,7 +199,7 @@ def test_a_gap_is_filled() -> None:
                 assert events.counts["replay"] >= 2
                 assert "gap" not in events.counts
 
-    port, replay = unused_port(), unused_port()
+    port, replay = free_ports(), free_ports()
     run(main())
 
 
@@ -216,7 +217,7 @@ def test_a_gap_beyond_the_engines_buffer_is_forgotten_about() -> None:
                 assert events.cached_tokens(prompt(1)) == 0
                 assert events.counts["gap"] == 1
 
-    port, replay = unused_port(), unused_port()
+    port, replay = free_ports(), free_ports()
     run(main())
 
 
@@ -241,7 +242,7 @@ def test_a_restarted_engine_holds_nothing_of_the_old_one(replayable: bool) -> No
                 assert events.cached_tokens(prompt(1)) == 0
                 assert events.cached_tokens(prompt(2)) == 0
 
-    port, replay = unused_port(), unused_port() if replayable else 0
+    port, replay = free_ports(), free_ports() if replayable else 0
     run(main())
 
 
@@ -262,9 +263,9 @@ def test_a_replay_endpoint_that_is_dead_or_mute_means_unknown_and_goes_on(monkey
                 await holds(events, 4)
                 assert events.cached_tokens(prompt(1)) == 0
 
-    port = unused_port()
-    run(main(unused_port()))
-    port = unused_port()
+    port = free_ports()
+    run(main(free_ports()))
+    port = free_ports()
     with mute() as endpoint:
         run(main(endpoint.port))
 
@@ -285,7 +286,7 @@ def test_a_replay_that_is_none_is_no_replay(answer: tuple[bytes, ...]) -> None:
                 assert events.counts["malformed"] == 0
                 assert not events.current
 
-    port = unused_port()
+    port = free_ports()
     with speaking(zmtp.GREETING + zmtp.encode_ready(zmtp.ROUTER), zmtp.encode_message(*answer)) as endpoint:
         run(main(endpoint.port))
 
@@ -308,7 +309,7 @@ def test_what_is_not_understood_is_never_taken_as_cached(caplog: pytest.LogCaptu
                 engine.store(prompt(2))
                 await holds(events, 2)
 
-    port, replay = unused_port(), unused_port()
+    port, replay = free_ports(), free_ports()
     run(main())
     assert caplog.text.count("another vLLM version") <= 1
 
@@ -337,7 +338,7 @@ def test_garbage_on_the_port_is_dropped_and_the_engine_is_still_heard() -> None:
                 await holds(events, 1, 2)
                 await until(lambda: descriptors() <= before)
 
-    port, replay = unused_port(), unused_port()
+    port, replay = free_ports(), free_ports()
     run(main())
 
 
@@ -363,7 +364,7 @@ def test_connections_that_say_nothing_are_few_and_end(monkeypatch: pytest.Monkey
                 engine.store(prompt(1))
                 await holds(events, 1)
 
-    port = unused_port()
+    port = free_ports()
     run(main())
 
 
@@ -390,7 +391,7 @@ def test_a_flood_is_followed_without_holding_the_loop() -> None:
                 # 57,600 blocks take half a second, and everybody had a turn after each millisecond or message.
                 assert len(lags) > 30
 
-    port, replay = unused_port(), unused_port()
+    port, replay = free_ports(), free_ports()
     run(main())
 
 
@@ -410,7 +411,7 @@ def test_closing_at_any_moment_leaves_nothing() -> None:
                 assert time.perf_counter() - began < 1
                 await until(lambda: (descriptors(), len(asyncio.all_tasks())) <= before)
 
-    port, replay = unused_port(), unused_port()
+    port, replay = free_ports(), free_ports()
     run(main())
 
 
@@ -420,5 +421,5 @@ def test_a_taken_port_is_said_at_once() -> None:
             with pytest.raises(OSError, match="in use"):
                 KvEvents(PrefixIndex(), port=port)
 
-    port = unused_port()
+    port = free_ports()
     run(main())

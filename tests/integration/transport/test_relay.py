@@ -22,8 +22,8 @@ from tests.integration.transport.peers import (
     run,
     speaking,
     until,
-    unused_port,
 )
+from tests.ports import free_ports
 from transport import relay, zmtp
 from transport.handshake import Ranks
 from transport.prober import Endpoint, Known
@@ -34,7 +34,7 @@ READY = zmtp.GREETING + zmtp.encode_ready(zmtp.ROUTER)
 
 @contextlib.asynccontextmanager
 async def relayed(*endpoints: Endpoint, ranks: Ranks | None = None) -> AsyncIterator[SideChannels]:
-    channels = SideChannels(port=unused_port(), refresh_seconds=0.2)
+    channels = SideChannels(port=free_ports(), refresh_seconds=0.2)
     try:
         for endpoint in endpoints:
             assert channels.add(endpoint, ranks)
@@ -118,7 +118,7 @@ def test_an_endpoint_that_never_answered_is_refused_in_milliseconds() -> None:
             assert reply.seconds < 0.5
             assert channels.handshakes == {"refused": 1}
 
-    run(main(Endpoint(LOCALHOST, unused_port())))
+    run(main(Endpoint(LOCALHOST, free_ports())))
 
 
 def test_a_frozen_engine_is_given_up_after_a_fifth_of_a_second_whatever_is_remembered() -> None:
@@ -183,7 +183,7 @@ def test_a_reply_that_is_none_is_not_passed_on(frames: tuple[bytes, ...]) -> Non
 
         outcomes: list[str] = []
         one = relay.Relay(
-            Source(), relay.bind("x", set(), port=unused_port()), on_outcome=lambda o, _: outcomes.append(o)
+            Source(), relay.bind("x", set(), port=free_ports()), on_outcome=lambda o, _: outcomes.append(o)
         )
         (reply,) = await asked(one.address)
         assert not reply.decodable
@@ -194,7 +194,7 @@ def test_a_reply_that_is_none_is_not_passed_on(frames: tuple[bytes, ...]) -> Non
 
 
 def test_another_engine_at_the_address_is_not_asked_for_the_old_ones_ranks() -> None:
-    port = unused_port()
+    port = free_ports()
 
     async def main() -> None:
         first = Listener("P1", port=port, ranks=4)
@@ -345,7 +345,7 @@ def test_an_engine_that_leaves_in_the_middle_leaves_nothing() -> None:
 def test_closing_is_not_held_up_by_anyone() -> None:
     async def main(endpoint: Endpoint) -> None:
         before = descriptors()
-        channels = SideChannels(port=unused_port())
+        channels = SideChannels(port=free_ports())
         channels.add(prefill.endpoint)
         channels.add(endpoint)
         await channels.settled(prefill.endpoint, 1)
@@ -371,7 +371,7 @@ def test_closing_is_not_held_up_by_anyone() -> None:
             await asyncio.open_connection(*channels_address)
 
     deafs: list[socket.socket] = []
-    channels_address = (LOCALHOST, unused_port())
+    channels_address = (LOCALHOST, free_ports())
     with Listener("P", padding_bytes=7_000_000) as prefill, mute() as endpoint:
         run(main(endpoint))
 
@@ -380,7 +380,7 @@ def test_closing_is_not_held_up_by_anyone() -> None:
 
 
 def test_addresses_are_stable_unshared_and_step_aside_for_other_sidecars() -> None:
-    port = unused_port()
+    port = free_ports()
     first = relay.bind("10.0.0.1:5600", set(), port=port)
     again = relay.bind("10.0.0.1:5600", set(), port=port)  # as another sidecar on the same host network
     other = relay.bind("10.0.0.2:5600", set(), port=port)
@@ -397,7 +397,7 @@ def test_addresses_are_stable_unshared_and_step_aside_for_other_sidecars() -> No
 
 
 def test_when_no_address_is_left_it_is_said() -> None:
-    port = unused_port()
+    port = free_ports()
     taken = [relay.bind("a", set(), "127.88.0.0/30", port) for _ in range(2)]
     with pytest.raises(OSError, match="in use"):
         relay.bind("a", set(), "127.88.0.0/30", port)

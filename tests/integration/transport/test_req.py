@@ -15,8 +15,8 @@ from tests.integration.transport.peers import (
     mute,
     run,
     speaking,
-    unused_port,
 )
+from tests.ports import free_ports
 from transport import handshake, zmtp
 from transport.handshake import FIRST, Rank
 from transport.link import Unanswered
@@ -56,7 +56,7 @@ def test_a_real_router_answers_several_questions_on_one_connection() -> None:
 
 
 PEERS: list[tuple[str, Callable[[], AbstractContextManager[Endpoint]]]] = [
-    ("refused", lambda: nullcontext(Endpoint(LOCALHOST, unused_port()))),
+    ("refused", lambda: nullcontext(Endpoint(LOCALHOST, free_ports()))),
     ("silent", black_hole),
     ("silent", mute),
     ("silent", lambda: speaking(READY[:40])),

@@ -20,8 +20,8 @@ from tests.integration.transport.peers import (
     run,
     speaking,
     until,
-    unused_port,
 )
+from tests.ports import free_ports
 from transport import prober, zmtp
 from transport.compatibility import Incompatible
 from transport.handshake import Ranks
@@ -32,7 +32,7 @@ from transport.side_channels import Address, SideChannels
 @asynccontextmanager
 async def watching(*endpoints: Endpoint, **options: Any) -> AsyncIterator[SideChannels]:
     options.setdefault("refresh_seconds", 0.1)
-    channels = SideChannels(port=unused_port(), **options)
+    channels = SideChannels(port=free_ports(), **options)
     try:
         for endpoint in endpoints:
             assert channels.add(endpoint)
@@ -110,7 +110,7 @@ def test_sizes_are_believed_once_and_only_if_possible() -> None:
 
 
 def test_a_restart_is_noticed_and_the_old_engine_is_forgotten() -> None:
-    port = unused_port()
+    port = free_ports()
 
     async def main() -> None:
         first = restarted(port, "P1", ranks=2)
@@ -136,7 +136,7 @@ def test_a_restart_is_noticed_and_the_old_engine_is_forgotten() -> None:
 
 
 def test_the_first_handoff_after_a_restart_does_not_have_to_wait_for_the_back_off() -> None:
-    port = unused_port()
+    port = free_ports()
 
     async def main() -> None:
         first = restarted(port, "P1")
@@ -153,7 +153,7 @@ def test_the_first_handoff_after_a_restart_does_not_have_to_wait_for_the_back_of
 
 def test_a_handoff_of_a_new_engine_makes_the_old_one_be_asked_again() -> None:
     """The restart was so quick that nothing was noticed yet."""
-    port = unused_port()
+    port = free_ports()
 
     async def main() -> None:
         first = restarted(port, "P1")
@@ -170,7 +170,7 @@ def test_a_handoff_of_a_new_engine_makes_the_old_one_be_asked_again() -> None:
 
 
 def test_a_constant_engine_id_does_not_hide_a_restart() -> None:
-    port = unused_port()
+    port = free_ports()
 
     async def main() -> None:
         first = restarted(port, "constant", ranks=2)
@@ -281,7 +281,7 @@ def test_another_hash_than_the_local_engines_is_incompatible_before_any_prompt()
 
 
 def test_when_the_local_engine_comes_late_or_comes_back_different_all_are_judged_again() -> None:
-    port = unused_port()
+    port = free_ports()
 
     async def main() -> None:
         local = Endpoint(LOCALHOST, port)
@@ -374,8 +374,8 @@ def test_endpoints_are_bounded_and_removal_is_complete(monkeypatch: pytest.Monke
             where = await channels.relay_address(prefill.endpoint, engine_id="P")
             assert isinstance(where, Address)
             assert channels.add(prefill.endpoint)
-            assert channels.add(Endpoint(LOCALHOST, unused_port()))
-            assert not channels.add(Endpoint(LOCALHOST, unused_port()))
+            assert channels.add(Endpoint(LOCALHOST, free_ports()))
+            assert not channels.add(Endpoint(LOCALHOST, free_ports()))
             channels.remove(prefill.endpoint)
             channels.remove(prefill.endpoint)
             assert isinstance(channels.state(prefill.endpoint), Away)
@@ -430,7 +430,7 @@ def test_the_back_off_grows_is_jittered_and_ends(monkeypatch: pytest.MonkeyPatch
             with Listener("P", port=port):
                 await until(lambda: isinstance(channels.state(Endpoint(LOCALHOST, port)), Known))
 
-    run(main(unused_port()))
+    run(main(free_ports()))
     assert 4 <= len(attempts) <= 10
 
 
