@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from e2e.engines import Rig
-from tests.engine import contract
+from tests.engine import contract, harms, record
 
 Policy = Literal["recompute", "fail"]
 
@@ -49,23 +49,23 @@ def _contract(policy: Policy) -> dict[str, Any]:
 
 def _hazards(*, thorough: bool) -> dict[str, Any]:
     with Rig("tiny", prefill=1, decode=1) as rig:
-        return contract.hazards(_Pair(rig), thorough=thorough)
+        return harms.hazards(_Pair(rig), thorough=thorough)
 
 
 def _deaths() -> dict[str, Any]:
     with Rig("tiny", prefill=0, decode=1) as rig:
-        return contract.deaths(_Pair(rig))
+        return harms.deaths(_Pair(rig))
 
 
 def _releases() -> dict[str, Any]:
     # Leases that outlast the test: what is freed in it was freed by what the test did.
     with Rig("tiny", prefill=1, decode=1, lease_seconds=600) as rig:
-        return contract.releases(_Pair(rig))
+        return harms.releases(_Pair(rig))
 
 
 def _assert_as_recorded(section: str, found: dict[str, Any]) -> None:
-    recorded = {name: kept for name, kept in contract.load()[section].items() if name in found}
-    lines = contract.difference(recorded, contract.plain(found))
+    recorded = {name: kept for name, kept in record.load()[section].items() if name in found}
+    lines = record.difference(recorded, record.plain(found))
     assert not lines, "recorded against found:\n" + "\n".join(line[:400] for line in lines)
 
 
@@ -88,7 +88,7 @@ def test_real_prefill_engines_free_blocks_as_recorded() -> None:
 
 
 if __name__ == "__main__":
-    contract.save(
+    record.save(
         {
             "recompute": _contract("recompute"),
             "fail": _contract("fail"),

@@ -25,6 +25,8 @@ class Fault:
 
     # Before anything is sent.
     delay_head_seconds: float = 0.0
+    # The engine is not asked before this is set.
+    hold: threading.Event | None = None
     # At the end of the headers already, without reading the body (with `status`, `raw`, `reset`, `silence`).
     early: bool = False
     # Never answer; the connection stays open until the client leaves.

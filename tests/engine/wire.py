@@ -28,8 +28,8 @@ from urllib.parse import unquote
 
 import httptools
 
-from tests.engine.core import Gate
 from tests.engine.faults import Fault, Faults
+from tests.engine.gate import Gate
 
 # Bytes in the socket buffer above which a writer waits (asyncio's own default).
 _LINGER_RESET = struct.pack("ii", 1, 0)
@@ -382,6 +382,8 @@ class _Sender:
         fault = self.fault
         if fault.delay_head_seconds:
             await asyncio.sleep(fault.delay_head_seconds)
+        while fault.hold is not None and not fault.hold.is_set():  # noqa: ASYNC110 it is set by another thread
+            await asyncio.sleep(0.002)
         if fault.silence:
             await self.connection.gone()
         if fault.reset == "before_head":

@@ -30,8 +30,9 @@ from tests.engine.apis.schema import (
 from tests.engine.wire import EVENT_STREAM, Answer, Received, json_bytes
 
 if TYPE_CHECKING:
-    from tests.engine.core import Core, Job
+    from tests.engine.core import Core
     from tests.engine.engine import Engine
+    from tests.engine.run import Job
 
 _IDS = list_of(integer(0))
 FIELDS = {

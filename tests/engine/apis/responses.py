@@ -28,8 +28,9 @@ from tests.engine.apis.schema import (
 from tests.engine.wire import EVENT_STREAM, Answer, Received, json_bytes
 
 if TYPE_CHECKING:
-    from tests.engine.core import Core, Run
+    from tests.engine.core import Core
     from tests.engine.engine import Engine
+    from tests.engine.run import Run
 
 _SHARED = [
     "model",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from tests.engine.core import DEAD_MESSAGE
+from tests.engine.run import DEAD_MESSAGE
 from tests.engine.wire import Answer, Received
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from tests.engine.apis import schema
 from tests.engine.apis.schema import ApiError
-from tests.engine.core import Core, EngineDeadError, GenerationError, Job, Run, Step
+from tests.engine.run import EngineDeadError, GenerationError, Job, Run, Step
 from tests.engine.tokens import VOCAB_SIZE
 
 if TYPE_CHECKING:
+    from tests.engine.core import Core
     from tests.engine.engine import Engine
     from tests.engine.wire import Received
 

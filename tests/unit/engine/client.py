@@ -6,7 +6,7 @@ import json
 import socket
 from typing import TYPE_CHECKING, Any, Self
 
-from tests.engine.contract import Reply, send
+from tests.engine.record import Reply, send
 
 if TYPE_CHECKING:
     from tests.engine import ThreadedEngine

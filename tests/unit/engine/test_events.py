@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.engine.contract import send
+from tests.engine.record import send
 from tests.unit.engine.client import complete, prefilled
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import time
 from typing import Any
 
@@ -61,6 +62,17 @@ def test_a_late_head(decode: ThreadedEngine) -> None:
     began = time.monotonic()
     assert b"200 OK" in answer_of(decode, Fault(delay_head_seconds=0.15))
     assert time.monotonic() - began >= 0.15
+
+
+def test_a_held_answer(decode: ThreadedEngine) -> None:
+    go = threading.Event()
+    decode.fault(Fault(hold=go))
+    with Wire(decode) as wire:
+        wire.send(completion_bytes(close=True))
+        decode.wait_for(lambda engine: engine.requests)
+        assert decode.counter("prompt_tokens_total") == 0
+        go.set()
+        assert b"200 OK" in wire.rest()
 
 
 def test_silence(decode: ThreadedEngine) -> None:

@@ -89,33 +89,30 @@ def test_a_full_prefill_engine_waits_for_its_leases(start: Start) -> None:
     assert time.monotonic() - began > 0.1
 
 
-def test_heartbeats_renew_the_lease_of_a_request_that_waits(start: Start) -> None:
-    prefill = start(kv_lease_seconds=0.3)
-    decode = start(kv_lease_seconds=0.3, max_num_seqs=1, seconds_per_token=0.05)
+def waits_for_longer_than_its_lease(start: Start, **headers: str) -> tuple[ThreadedEngine, ThreadedEngine]:
+    """Prefill and decode, after a request with a handoff has waited for another one's end."""
+    prefill = start(kv_lease_seconds=0.9)
+    decode = start(kv_lease_seconds=0.9, max_num_seqs=1, seconds_per_token=0.15)
     complete(decode, max_tokens=1, kv_transfer_params=prefilled(prefill))
     busy = threading.Thread(target=complete, args=(decode, "busy"), kwargs={"max_tokens": 12, "ignore_eos": True})
     busy.start()
     decode.wait_for(lambda engine: engine.running == 1)
     other = PROMPT.replace("fox", "cat")
-    params = prefilled(prefill, other)
+    params = prefilled(prefill, other, headers=tuple((name.replace("_", "-"), it) for name, it in headers.items()))
+    assert params["remote_request_id"].startswith(f"cmpl-{headers.get('x_request_id', '')}")
     complete(decode, other, max_tokens=1, kv_transfer_params=params)
     busy.join()
+    return prefill, decode
+
+
+def test_heartbeats_renew_the_lease_of_a_request_that_waits(start: Start) -> None:
+    prefill, decode = waits_for_longer_than_its_lease(start)
     assert prefill.counter("nixl_num_kv_expired_reqs_total") == 0
     assert decode.counter("prompt_tokens_external_kv_transfer") == 2 * len(PROMPT) / 4
 
 
 def test_a_comma_in_the_request_id_keeps_a_lease_from_being_renewed(start: Start) -> None:
-    prefill = start(kv_lease_seconds=0.3)
-    decode = start(kv_lease_seconds=0.3, max_num_seqs=1, seconds_per_token=0.05)
-    complete(decode, max_tokens=1, kv_transfer_params=prefilled(prefill))
-    busy = threading.Thread(target=complete, args=(decode, "busy"), kwargs={"max_tokens": 12, "ignore_eos": True})
-    busy.start()
-    decode.wait_for(lambda engine: engine.running == 1)
-    other = PROMPT.replace("fox", "cat")
-    params = prefilled(prefill, other, headers=(("X-Request-Id", "a,b"),))
-    assert params["remote_request_id"].startswith("cmpl-a,b-0-")
-    complete(decode, other, max_tokens=1, kv_transfer_params=params)
-    busy.join()
+    prefill, _ = waits_for_longer_than_its_lease(start, x_request_id="a,b")
     assert prefill.counter("nixl_num_kv_expired_reqs_total") == 1
 
 

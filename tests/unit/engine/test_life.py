@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine import Engine, Fault, ThreadedEngine
-from tests.engine.contract import send
+from tests.engine.record import send
 from tests.unit.engine.client import PROMPT, Wire, complete, completion_bytes, prefilled, text_of
 
 if TYPE_CHECKING:
