@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 import socket
 import threading
+from pathlib import Path
 
 PORTS = range(10000, 32000)
+HAS_IPV6 = Path("/proc/net/if_inet6").exists()
 _ATTEMPTS = 1000
 _given: set[int] = set()
 _lock = threading.Lock()

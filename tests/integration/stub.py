@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from tests.integration.client import TIMEOUT_S
 from tests.ports import free_ports
 
 HEALTHY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
@@ -20,7 +21,8 @@ class Stub:
 
     def __init__(self) -> None:
         self.port = free_ports()
-        self.pieces: Sequence[bytes] = ()
+        self.pieces: Sequence[bytes | threading.Event] = ()
+        """An event among them is waited for."""
         self.closes = False
         self.pause_s = 0.0
         self.requests: list[bytes] = []
@@ -65,6 +67,9 @@ class Stub:
                     continue
                 self.requests.append(request)
                 for piece in self.pieces:
+                    if isinstance(piece, threading.Event):
+                        piece.wait(TIMEOUT_S)
+                        continue
                     connection.sendall(piece)
                     time.sleep(self.pause_s)
                 if self.closes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -120,23 +121,25 @@ def test_requests_in_flight_finish(started: Started, tmp_path: Path) -> None:
     """An endpoint that leaves while it computes: its answer is used, its KV is pulled through its relay, and only
     then is it forgotten."""
     path = tmp_path / "endpoints"
-    with ThreadedEngine(prefill_seconds_per_1k_tokens=5.0) as leaver, ThreadedEngine() as stayer:
+    with ThreadedEngine() as leaver, ThreadedEngine() as stayer:
+        prefill_may_end = threading.Event()
+        leaver.fault(Fault(hold=prefill_may_end), path=CHAT)
         write(path, leaver.address)
         sidecar = started("--discovery", f"file:{path}")
         eventually(lambda: leaver.address in known(sidecar))
         before = sidecar.descriptors()
         with ThreadPoolExecutor(4) as pool:
             futures = [pool.submit(sidecar.ask, "POST", CHAT, chat(stream=True)) for _ in range(4)]
-            leaver.wait_for(lambda engine: engine.running == 4)
+            eventually(lambda: _posts(leaver) == 4)
             write(path, stayer.address)
             eventually(lambda: known(sidecar).get(leaver.address, {}).get("standing") == "left")
-            posts = _posts(leaver)
             assert ask(sidecar).decision == f"remote; prefill={stayer.address}"
-            assert leaver.running == 4, "they were still at it"
+            assert not any(future.done() for future in futures), "they were still at it"
+            prefill_may_end.set()
             answers = [future.result(20) for future in futures]
         assert {answer.decision for answer in answers} == {f"remote; prefill={leaver.address}"}
         assert all(answer.status == 200 for answer in answers)
-        assert _posts(leaver) == posts
+        assert _posts(leaver) == 4
         eventually(lambda: leaver.address not in known(sidecar))
         leaver.wait_for(lambda engine: engine.held_blocks == 0)
         eventually(lambda: leaver.connections_open == 0)
@@ -157,12 +160,14 @@ def test_a_handoff_that_nobody_wants_is_given_back_after_all(
         write(path, leaver.address)
         sidecar = started("--discovery", f"file:{path}")
         eventually(lambda: leaver.address in known(sidecar))
-        decode.fault(Fault(status=400, delay_head_seconds=2.0), path=COMPLETIONS, times=1)
+        may_refuse = threading.Event()
+        decode.fault(Fault(status=400, hold=may_refuse), path=COMPLETIONS, times=1)
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(ask, sidecar)
             leaver.wait_for(lambda engine: engine.held_blocks > 0)
             write(path)
             eventually(lambda: known(sidecar).get(leaver.address, {}).get("standing") == "left")
+            may_refuse.set()
             assert future.result(10).status == 400
 
         def given_back() -> bool:

@@ -181,7 +181,7 @@ def test_a_poison_request_meets_one_engine_at_a_time(rig: Rig, second: ThreadedE
 def test_configured_endpoints(second: ThreadedEngine) -> None:
     """--prefill endpoints are candidates, of which the one with the fewest requests in flight is asked, and allowed
     targets; --prefill-allow HOST:PORT is that port alone."""
-    options = {"prefill_seconds_per_1k_tokens": 1.0}
+    options = {"prefill_seconds_per_1k_tokens": 3.0}
     with ThreadedEngine(**options) as first, ThreadedEngine(**options) as other, ThreadedEngine() as decode:
         sidecar = Sidecar(
             *("--model-server-port", str(decode.port), "--disagg", "on"),
@@ -293,7 +293,7 @@ def test_prefill_that_is_away_for_a_while(rigged: Callable[..., Rig]) -> None:
 
 def test_prefill_killed_under_streams(rigged: Callable[..., Rig]) -> None:
     """Every client gets a whole answer by the policy, whatever stage its request was in."""
-    rig = rigged(prefill={"prefill_seconds_per_1k_tokens": 0.5}, decode={"seconds_per_token": 0.01})
+    rig = rigged(prefill={"prefill_seconds_per_1k_tokens": 2.0}, decode={"seconds_per_token": 0.01})
     assert rig.chat().decision.startswith("remote")
     bodies = [completion(100 + 30 * number, stream=True) for number in range(20)]
     with ThreadPoolExecutor(20) as pool:

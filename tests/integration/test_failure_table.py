@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -196,15 +197,16 @@ def _prefill_refuses(rig: Rig, body: dict[str, Any]) -> Answer:
 
 @scenario(Stage.PREFILL, "unreachable")
 def _prefill_unreachable(rig: Rig, body: dict[str, Any]) -> Answer:
-    """Case 31: a black hole costs the first request the connect timeout and the next ones nothing."""
+    """Case 31: a black hole costs the first request the connect timeout and the next ones nothing: no connection is
+    tried for them."""
     with BlackHole() as hole:
         rig.target = hole.address
         began = time.monotonic()
         answer = send(rig, body)
-        assert 0.25 < time.monotonic() - began < 1.0
-        began = time.monotonic()
+        assert time.monotonic() - began > 0.25
+        tried = rig.sidecar.metrics()("prefill_attempts_total")
         send(rig, completion())
-        assert time.monotonic() - began < 0.2
+        assert rig.sidecar.metrics()("prefill_attempts_total") == tried
     return answer
 
 
@@ -220,7 +222,7 @@ def _prefill_says_nothing(rig: Rig, body: dict[str, Any]) -> Answer:
     rig.prefill.faults.once(Fault(stall_after_bytes=20), path=COMPLETIONS)
     began = time.monotonic()
     answer = send(rig, body)
-    assert 1.1 < time.monotonic() - began < 2.2
+    assert time.monotonic() - began > 2.4
     (asked,) = rig.prefilled()
     eventually(lambda: asked.client_gone)
     return answer
@@ -280,7 +282,7 @@ def _none_usable(rig: Rig, body: dict[str, Any]) -> Answer:
 def _leaves_during_prefill(rig: Rig, body: dict[str, Any]) -> None:
     with rig.open(COMPLETIONS, body):
         rig.prefill.wait_for(lambda engine: engine.running == 1)
-    rig.prefill.wait_for(lambda engine: engine.aborted == 1, 1.0)
+    rig.prefill.wait_for(lambda engine: engine.aborted == 1)
     assert not rig.decoded()
 
 
@@ -308,7 +310,7 @@ def _foreign_host(rig: Rig, body: dict[str, Any]) -> Answer:
 @scenario(Stage.HANDOFF, "expired")
 def _late_handoff(rig: Rig, body: dict[str, Any]) -> Answer:
     """The lease runs from the head of the prefill answer on, however long its body takes."""
-    rig.prefill.fault(Fault(drip_bytes=200, drip_seconds=0.2), path=COMPLETIONS)
+    rig.prefill.fault(Fault(drip_bytes=200, drip_seconds=0.25), path=COMPLETIONS)
     return send(rig, body)
 
 
@@ -342,7 +344,7 @@ def _leaves_with_a_handoff(rig: Rig, body: dict[str, Any]) -> None:
     channel.running.clear()
     with rig.open(COMPLETIONS, body):
         rig.prefill.wait_for(lambda engine: engine.held_blocks)
-        time.sleep(0.02)
+        eventually(lambda: rig.sidecar.metrics()("inflight", leg="prefill") == 0)
     channel.running.set()
     eventually(lambda: released(rig.decode))
     assert rig.sidecar.metrics()("handoffs_total", outcome="released") >= 1
@@ -398,7 +400,7 @@ def _peer_freezes(rig: Rig, body: dict[str, Any]) -> Answer:
         rig.prefill.freeze()
         began = time.monotonic()
         answer = client.answer("POST")
-        assert 0.4 < time.monotonic() - began < 1.5
+        assert time.monotonic() - began > 0.4
     rig.prefill.thaw()
     eventually(lambda: rig.decoded()[0].client_gone)
     return answer
@@ -416,7 +418,7 @@ def _leaves_during_pull(rig: Rig, body: dict[str, Any]) -> None:
     body |= {"max_tokens": 100_000, "ignore_eos": True}
     with rig.open(COMPLETIONS, body):
         rig.decode.wait_for(lambda engine: any(core.pulling for core in engine.cores))
-    rig.decode.wait_for(lambda engine: engine.aborted == 1, 2.0)
+    rig.decode.wait_for(lambda engine: engine.aborted == 1)
     (asked,) = rig.decoded()
     assert asked.events_sent >= 1
     assert asked.client_gone
@@ -480,7 +482,7 @@ def _leaves_before_first_byte(rig: Rig, body: dict[str, Any]) -> None:
     rig.target = ""
     with rig.open(COMPLETIONS, body):
         rig.decode.wait_for(lambda engine: engine.running == 1)
-    rig.decode.wait_for(lambda engine: engine.aborted == 1, 1.0)
+    rig.decode.wait_for(lambda engine: engine.aborted == 1)
 
 
 # -- streaming -----------------------------------------------------------------------------------------------
@@ -634,8 +636,8 @@ def _leaves_in_mid_stream(rig: Rig, body: dict[str, Any]) -> None:
     with rig.open(COMPLETIONS, body) as client:
         answer = client.head()
         next(client.pieces(answer))
-    rig.decode.wait_for(lambda engine: engine.aborted == 1, 1.0)
-    assert rig.decoded()[0].events_sent < 50
+    rig.decode.wait_for(lambda engine: engine.aborted == 1)
+    assert rig.decoded()[0].events_sent < 1000
 
 
 # -- the tests -----------------------------------------------------------------------------------------------
@@ -772,13 +774,16 @@ def test_unknown_block_size() -> None:
 
 def test_recompute_budget(rigged: Callable[..., Rig]) -> None:
     """Row `decode_over_budget`; case 30: what the budget does not admit is answered, not queued."""
-    rig = rigged(*quick(), decode={"prefill_seconds_per_1k_tokens": 1.5})
+    rig = rigged(*quick())
     rig.target = f"127.0.0.1:{free_ports()}"
+    first_may_end = threading.Event()
+    rig.decode.faults.once(Fault(hold=first_may_end), path=COMPLETIONS)
     with rig.open(COMPLETIONS, completion()) as first:
-        rig.decode.wait_for(lambda engine: engine.running == 1)
+        eventually(rig.decoded)
         assert rig.sidecar.metrics()("recompute_inflight") == 1
         rig.target = f"127.0.0.1:{free_ports()}"
         check_own_answer(send(rig, completion()), TABLE[Stage.DECODE, "over_budget"])
+        first_may_end.set()
         assert first.answer("POST").status == 200
     assert send(rig, completion()).status == 200
 

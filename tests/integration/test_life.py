@@ -20,7 +20,7 @@ from sidecar.cli import main
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import CHAT, COMPLETIONS
 from tests.integration.client import Cut
-from tests.integration.sidecar import ROOT, Rig, Sidecar, chat, completion, eventually
+from tests.integration.sidecar import AT_ONCE_S, ROOT, Rig, Sidecar, chat, completion, eventually
 from tests.ports import free_ports
 
 # -- start ---------------------------------------------------------------------------------------------------
@@ -287,12 +287,12 @@ def test_drain(draining: Callable[..., Rig]) -> None:
     idle = rig.sidecar.connect()
     idle.request("GET", "/version")
     assert idle.answer().status == 200
-    kept = rig.open(COMPLETIONS, stream(20))
-    with rig.open(COMPLETIONS, stream(20)) as running, kept:
+    kept = rig.open(COMPLETIONS, stream(60))
+    with rig.open(COMPLETIONS, stream(60)) as running, kept:
         answer = running.head()
         kept_answer = kept.head()
         rig.sidecar.signal(signal.SIGTERM)
-        eventually(lambda: rig.sidecar.admin("GET", "/readyz")[0] == 503, 0.5)
+        eventually(lambda: rig.sidecar.admin("GET", "/readyz")[0] == 503)
         assert "draining" in rig.sidecar.admin("GET", "/readyz")[1]
         assert rig.sidecar.admin("GET", "/livez")[0] == 200
         assert idle.at_end()
@@ -305,7 +305,7 @@ def test_drain(draining: Callable[..., Rig]) -> None:
         assert running.at_end()
         assert kept.at_end()
     assert rig.sidecar.exit_code() == 0
-    assert time.monotonic() - ended_at < 1.0
+    assert time.monotonic() - ended_at < AT_ONCE_S
     idle.close()
 
 
@@ -314,13 +314,13 @@ def test_drain_answers_what_is_on_its_way(draining: Callable[..., Rig]) -> None:
     its connection ends; never is half of an answer given."""
     rig = draining()
     body = json.dumps(completion(max_tokens=2)).encode()
-    with rig.open(COMPLETIONS, stream(10)) as busy, rig.sidecar.connect() as slow:
+    with rig.open(COMPLETIONS, stream(40)) as busy, rig.sidecar.connect() as slow:
         answer = busy.head()
         busy.request("GET", "/version")
         slow.request("POST", COMPLETIONS, body[:10], [("Content-Length", str(len(body)))])
-        time.sleep(0.05)
+        assert rig.sidecar.ask("GET", "/version").status == 200  # what came before it has been read by then
         rig.sidecar.signal(signal.SIGTERM)
-        time.sleep(0.1)
+        eventually(lambda: "draining" in rig.sidecar.log)
         slow.send(body[10:])
         late = slow.answer("POST")
         assert (late.status, late.header("connection")) == (200, "close")
@@ -341,7 +341,7 @@ def test_drain_timeout(draining: Callable[..., Rig]) -> None:
         with pytest.raises(Cut):
             client.body(answer, "POST")
         assert rig.sidecar.exit_code() == 0
-        assert 0.4 < time.monotonic() - began < 2
+        assert 0.4 < time.monotonic() - began < 0.5 + AT_ONCE_S
     rig.decode.wait_for(lambda engine: engine.running == 0)
     assert "1 connections cut off" in rig.sidecar.log
 
@@ -356,7 +356,7 @@ def test_second_signal_ends_at_once(draining: Callable[..., Rig]) -> None:
         began = time.monotonic()
         rig.sidecar.signal(signal.SIGINT)
         assert rig.sidecar.exit_code() == 0
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < AT_ONCE_S
     rig.decode.wait_for(lambda engine: engine.running == 0)
 
 

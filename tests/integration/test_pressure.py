@@ -16,7 +16,7 @@ import pytest
 from tests.engine import Fault
 from tests.integration.apis import CHAT, COMPLETIONS
 from tests.integration.client import Client
-from tests.integration.sidecar import Rig, chat, completion, eventually, quick
+from tests.integration.sidecar import AT_ONCE_S, Rig, chat, completion, eventually, quick
 from tests.ports import free_ports
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ MIB = 1 << 20
 @pytest.mark.parametrize("target", ["local", "remote"])
 def test_512_streams_at_once(rigged: Callable[..., Rig], target: str) -> None:
     """Case 33: all of them reach the decode engine; none waits for another."""
-    rig = rigged(decode={"seconds_per_token": 0.05})
+    rig = rigged(decode={"seconds_per_token": 0.5})  # many streams, little work: the simulated engine's is Python's
     if target == "local":
         rig.target = ""
     count = 512
@@ -34,7 +34,7 @@ def test_512_streams_at_once(rigged: Callable[..., Rig], target: str) -> None:
         for client in clients:
             body = completion(40, stream=True, max_tokens=500, ignore_eos=True)
             client.request("POST", COMPLETIONS, body, rig.headers())
-        rig.decode.wait_for(lambda engine: engine.running == count, 15)
+        rig.decode.wait_for(lambda engine: engine.running == count, 60)
         assert rig.sidecar.metrics()("inflight", leg="decode") == count
         for client in clients:
             answer = client.head()
@@ -181,17 +181,19 @@ def test_fallback_storm(rigged: Callable[..., Rig]) -> None:
         if answer.status == 503:
             assert answer.reason_code == "decode_over_budget"
             assert answer.header("retry-after") == "1"
-    assert max(gaps) < 0.5
+    assert max(gaps) < AT_ONCE_S
 
 
 def test_slow_prefill_does_not_hold_up_local_requests(rigged: Callable[..., Rig]) -> None:
-    rig = rigged(prefill={"prefill_seconds_per_1k_tokens": 2.0})
+    rig = rigged(prefill={"num_blocks": 4096})
+    slow_may_end = threading.Event()
+    rig.prefill.fault(Fault(hold=slow_may_end), path=COMPLETIONS)
     with ThreadPoolExecutor(20) as pool:
         slow = [pool.submit(rig.post, COMPLETIONS, completion()) for _ in range(20)]
-        rig.prefill.wait_for(lambda engine: engine.running == 20)
-        began = time.monotonic()
+        eventually(lambda: len(rig.prefilled()) == 20)
         assert rig.sidecar.ask("POST", COMPLETIONS, completion()).status == 200
-        assert time.monotonic() - began < 0.4
+        assert not any(future.done() for future in slow)
+        slow_may_end.set()
         assert all(future.result().decision.startswith("remote") for future in slow)
 
 

@@ -411,7 +411,7 @@ def test_time_between_tokens(target: str, rig: Rig) -> None:
     """One observation for a stream, whichever way its pieces went."""
     rig.target = rig.prefill.address if target else ""
     before = rig.sidecar.metrics()
-    rig.decode.engine.limits.seconds_per_token = 0.03
+    rig.decode.engine.limits.seconds_per_token = 0.1
     try:
         assert rig.post(CHAT, chat(stream=True)).status == 200
         assert rig.post(CHAT, chat()).status == 200
@@ -424,7 +424,7 @@ def test_time_between_tokens(target: str, rig: Rig) -> None:
 
     eventually(lambda: gain("ttft_seconds_count") == 2)
     assert gain("itl_seconds_count") == 1
-    assert 0.02 < gain("itl_seconds_sum") < 0.1  # eight tokens and [DONE]; 0.2 if they were taken for one piece
+    assert 0.06 < gain("itl_seconds_sum") < 0.4  # eight tokens and [DONE]; 0.8 if they were taken for one piece
 
 
 @pytest.mark.parametrize("stage", ["prefill", "pull"])

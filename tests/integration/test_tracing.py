@@ -15,10 +15,11 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from sidecar.tracing.tracer import LAST_WORDS_S
 from tests.engine import Fault, Received, ThreadedEngine
 from tests.integration import collector as real_collector
 from tests.integration.apis import CHAT, COMPLETIONS
-from tests.integration.sidecar import CANARY, Rig, Sidecar, chat, completion, eventually, quick
+from tests.integration.sidecar import AT_ONCE_S, CANARY, Rig, Sidecar, chat, completion, eventually, quick
 from tests.ports import free_ports
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -153,7 +154,7 @@ def test_split_request(collector: Collector) -> None:
     for child in (prefill, handoff, decode):
         assert child["parentSpanId"] == server["spanId"]
         assert times(server)[0] <= times(child)[0] <= times(child)[1] <= times(server)[1]
-    assert began <= times(server)[0] <= times(server)[1] <= ended + 50_000_000
+    assert began <= times(server)[0] <= times(server)[1] <= ended + int(AT_ONCE_S * 1e9)
     assert times(prefill)[1] == times(handoff)[0]
     assert times(handoff)[1] <= times(decode)[0]
     assert context_of(rig.prefilled()[0]) == (TRACE, prefill["spanId"], "01")
@@ -280,20 +281,20 @@ def test_dead_collector_costs_requests_nothing(collector: Collector, how: str) -
     if how == "fails":
         collector.status = 500
     elif how == "is silent":
-        collector.delay_s = 3.0
+        collector.delay_s = 2 * AT_ONCE_S
     url = f"http://127.0.0.1:{free_ports()}" if how == "refuses" else collector.url
     with ExitStack() as stack:
         rig = Traced(stack, url, *quick(), "--trace-sample", "1").rig
         began = time.monotonic()
         for _ in range(10):
             assert rig.post(COMPLETIONS, completion()).status == 200
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < AT_ONCE_S
         if how != "is silent":
             eventually(lambda: rig.sidecar.metrics()("traces_total", outcome="failed") >= 1)
             assert rig.sidecar.log.count("requests dropped") == 1
         began = time.monotonic()
         rig.sidecar.stop()
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < LAST_WORDS_S + AT_ONCE_S
 
 
 def test_end_sends_what_is_left(collector: Collector) -> None:
@@ -308,7 +309,7 @@ def test_a_real_collector_understands_it(tmp_path: Path) -> None:
     """Its receiver reads what ours only takes for granted: the JSON encoding of OTLP."""
     collector = real_collector.program()
     if collector is None:
-        pytest.skip("the collector's wheel cannot be had here")
+        pytest.skip("the collector's wheel is for Linux on x86_64 with glibc 2.34")
     with real_collector.running(collector, tmp_path) as running, ExitStack() as stack:
         rig = Traced(stack, running.url).rig
         assert rig.post(CHAT, chat(stream=True), [SAMPLED]).status == 200

@@ -1,7 +1,6 @@
 """Ports of the tests: none is given twice, and none at which anybody listens."""
 
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ def test_none_is_given_twice() -> None:
     assert all(port in ports.PORTS for port in taken)
 
 
-HOSTS = ["127.0.0.9", *(["::1"] if Path("/proc/net/if_inet6").exists() else [])]
+HOSTS = ["127.0.0.9", *(["::1"] if ports.HAS_IPV6 else [])]
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -23,6 +23,8 @@ from transport.prober import Endpoint
 
 T = TypeVar("T")
 LOCALHOST = "127.0.0.1"
+AT_ONCE_SECONDS = 2.5
+"""For what happens at once, on a machine that has something else to do. A decode engine by itself waits for 5 s."""
 pack = msgspec.msgpack.encode
 
 

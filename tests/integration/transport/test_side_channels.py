@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.transport.peers import (
+    AT_ONCE_SECONDS,
     LOCALHOST,
     Listener,
     asked,
@@ -21,7 +21,7 @@ from tests.integration.transport.peers import (
     speaking,
     until,
 )
-from tests.ports import free_ports
+from tests.ports import HAS_IPV6, free_ports
 from transport import prober, zmtp
 from transport.compatibility import Incompatible
 from transport.handshake import Ranks
@@ -59,7 +59,7 @@ def test_an_engine_is_known_as_soon_as_it_is_added() -> None:
         run(main())
 
 
-@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+@pytest.mark.skipif(not HAS_IPV6, reason="this machine has no IPv6")
 def test_an_engine_on_ipv6_is_known_too() -> None:
     async def main() -> None:
         endpoint = Endpoint("::1", prefill.port)
@@ -79,7 +79,7 @@ def test_a_handoff_tells_the_sizes_and_all_ranks_are_fetched_once() -> None:
         async with watching(prefill.endpoint, refresh_seconds=10) as channels:
             assert isinstance(await channels.relay_address(prefill.endpoint, engine_id="P", tp_size=4), Address)
             await until(lambda: len(prefill.requests) >= 5)
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.1)  # no more come
             assert sorted(prefill.requests) == [(0, 0), (0, 0), (0, 1), (0, 2), (0, 3)]
             known = channels.state(prefill.endpoint)
             assert isinstance(known, Known)
@@ -115,12 +115,13 @@ def test_a_restart_is_noticed_and_the_old_engine_is_forgotten() -> None:
     async def main() -> None:
         first = restarted(port, "P1", ranks=2)
         states: list[State] = []
-        async with watching(first.endpoint, on_state=lambda _, state: states.append(state)) as channels:
+        options = {"refresh_seconds": 10, "on_state": lambda _, state: states.append(state)}
+        async with watching(first.endpoint, **options) as channels:
             where = await channels.relay_address(first.endpoint, engine_id="P1", tp_size=2)
             began = time.perf_counter()
             await asyncio.to_thread(first.stop)
             await until(lambda: isinstance(states[-1], Away))
-            assert time.perf_counter() - began < 1  # the connection ended: nothing was asked
+            assert time.perf_counter() - began < 4  # the connection ended: nothing was asked
             with restarted(port, "P2") as second:
                 await until(lambda: isinstance(states[-1], Known))
                 stale = await channels.relay_address(first.endpoint, engine_id="P1", tp_size=2)
@@ -135,18 +136,20 @@ def test_a_restart_is_noticed_and_the_old_engine_is_forgotten() -> None:
     run(main())
 
 
-def test_the_first_handoff_after_a_restart_does_not_have_to_wait_for_the_back_off() -> None:
+def test_the_first_handoff_after_a_restart_does_not_have_to_wait_for_the_back_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prober, "BACKOFF_FIRST_SECONDS", 60.0)
     port = free_ports()
 
     async def main() -> None:
         first = restarted(port, "P1")
         async with watching(first.endpoint, refresh_seconds=5) as channels:
             await asyncio.to_thread(first.stop)
-            await asyncio.sleep(0.6)  # by now the next attempt is due in a while
+            await until(lambda: isinstance(channels.state(first.endpoint), Away))
             with restarted(port, "P2"):
-                began = time.perf_counter()
-                assert isinstance(await channels.relay_address(first.endpoint, engine_id="P2"), Address)
-                assert time.perf_counter() - began < 0.3
+                async with asyncio.timeout(10):  # the next attempt is due much later
+                    assert isinstance(await channels.relay_address(first.endpoint, engine_id="P2"), Address)
 
     run(main())
 
@@ -218,18 +221,18 @@ def test_alive_is_quick_both_ways(engine_id: str | None) -> None:
                 assert await channels.alive(prefill.endpoint, engine_id)
             began = time.perf_counter()
             assert await channels.alive(prefill.endpoint, engine_id)
-            assert time.perf_counter() - began < 0.5
+            assert time.perf_counter() - began < AT_ONCE_SECONDS
             assert not await channels.alive(prefill.endpoint, "another")
             prefill.running.clear()
             began = time.perf_counter()
             assert not await channels.alive(prefill.endpoint, engine_id, timeout_seconds=0.1)
-            assert 0.09 < time.perf_counter() - began < 0.5
+            assert 0.09 < time.perf_counter() - began < AT_ONCE_SECONDS
             # One slow answer is no verdict: that is for the watch with its longer patience.
             assert isinstance(channels.state(prefill.endpoint), Known)
             await asyncio.to_thread(prefill.stop)
             began = time.perf_counter()
             assert not await channels.alive(prefill.endpoint, engine_id)
-            assert time.perf_counter() - began < 0.5
+            assert time.perf_counter() - began < AT_ONCE_SECONDS
             assert isinstance(channels.state(prefill.endpoint), Away)
             assert not await channels.alive(Endpoint("10.9.9.9", 1))
 
@@ -425,13 +428,14 @@ def test_the_back_off_grows_is_jittered_and_ends(monkeypatch: pytest.MonkeyPatch
         )
         async with watching(Endpoint(LOCALHOST, port)) as channels:
             await asyncio.sleep(0.7)
+            assert len(attempts) <= 10
+            await until(lambda: len(attempts) >= 4)
             server.close()
             await server.wait_closed()
             with Listener("P", port=port):
                 await until(lambda: isinstance(channels.state(Endpoint(LOCALHOST, port)), Known))
 
     run(main(free_ports()))
-    assert 4 <= len(attempts) <= 10
 
 
 def test_fifty_endpoints_of_eight_ranks_come_and_go_without_a_trace() -> None:
@@ -455,12 +459,12 @@ def test_fifty_endpoints_of_eight_ranks_come_and_go_without_a_trace() -> None:
                 ),
                 10,
             )
-            assert time.perf_counter() - began < 5
+            assert time.perf_counter() - began < 20
             addresses = {front.address for front in channels._relays.values()}
             assert len(addresses) == 50
             assert 4_000_000 < channels.prober.remembered_bytes < 6_000_000
             # A held connection and a listening socket for each, and here the other end of the connection too.
-            assert descriptors() == before[0] + 150
+            await until(lambda: descriptors() == before[0] + 150)
             for one in listeners:
                 channels.remove(one.endpoint)
             assert channels.prober.remembered_bytes == 0
@@ -481,8 +485,8 @@ def test_many_silent_endpoints_do_not_delay_a_good_one() -> None:
                 channels.add(endpoint)
             began = time.perf_counter()
             channels.add(prefill.endpoint)
-            assert isinstance(await channels.settled(prefill.endpoint, 2), Known)
-            assert time.perf_counter() - began < 0.9
+            assert isinstance(await channels.settled(prefill.endpoint, 20), Known)
+            assert time.perf_counter() - began < AT_ONCE_SECONDS
 
     with Listener("P") as prefill, ExitStack() as stack:
         run(main([stack.enter_context(mute()) for _ in range(40)]))
