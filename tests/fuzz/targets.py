@@ -21,10 +21,10 @@ from sidecar.connectors.connector import EngineFacts, Handoff, PrefillAnswer, So
 from sidecar.connectors.nixl import NIXLV2
 from sidecar.edge import client
 from sidecar.edge.request import Request
-from sidecar.exchange.apis import FORBIDDEN
 from sidecar.exchange.splice import NotAnObject, decode_body, fields, fields_if_object, without_forbidden
 from sidecar.prefill.address import BadAddress, parse
 from sidecar.settings import Settings
+from tests.unit.exchange.bodies import holds_forbidden
 from tests.unit.handoffs import BLOCK_SIZE, HOST, answer, params
 from transport import handshake, zmtp
 
@@ -206,7 +206,7 @@ def splice(data: bytes) -> None:
         if meaning is _UNREADABLE:
             assert cleaned is None or _meaning(data) is _UNREADABLE, "the removal made it unreadable"
             continue
-        assert not _holds_forbidden(meaning)
+        assert not holds_forbidden(meaning)
         if top:
             whole = json.loads(b"".join(map(bytes, decode_body(sent, b'{"a":1}'))))
             assert whole.pop("kv_transfer_params") == {"a": 1}
@@ -222,15 +222,6 @@ def _meaning(data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         return _UNREADABLE
-
-
-def _holds_forbidden(meaning: Any) -> bool:
-    if not isinstance(meaning, dict):
-        return False
-    places = [meaning, meaning.get("vllm_xargs")]
-    if isinstance(sampling := meaning.get("sampling_params"), dict):
-        places.append(sampling.get("extra_args"))
-    return any(isinstance(place, dict) and any(key in place for key in FORBIDDEN) for place in places)
 
 
 SPLICE = (

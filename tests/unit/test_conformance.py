@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-import sidecar
+from tests.unit.tables import check_tests_exist, rows
 
-ROOT = Path(sidecar.__file__).parent.parent
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8").splitlines()
-    if line.startswith("| ") and not line.startswith("| area |")
-]
+ROWS = rows("docs/conformance.md", "area")
 
 
 def test_every_area_is_there() -> None:
@@ -27,10 +21,4 @@ def test_rows(row: list[str]) -> None:
     assert len(row) == 4
     verdict = re.match(r"same|different: .{20,}|not there", row[2])
     assert verdict, "a behaviour is the same, different with a reason, or not there"
-    names = re.findall(r"`([^`]+)::(test_\w+)`", row[3])
-    assert names, "a row without a test is a claim"
-    assert len(names) == row[3].count("`") / 2
-    for path, name in names:
-        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE), (
-            f"{path}::{name}"
-        )
+    check_tests_exist(row[3])

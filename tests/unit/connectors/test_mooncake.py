@@ -7,7 +7,7 @@ import pytest
 
 from sidecar.connectors.connector import EngineFacts, Handoff, PrefillAnswer, Rejection, Source
 from sidecar.connectors.mooncake import MOONCAKE, from_engine
-from tests.unit.handoffs import answer, params
+from tests.unit.handoffs import answer
 
 decode = msgspec.json.Decoder(PrefillAnswer).decode
 
@@ -30,23 +30,6 @@ def test_both_legs_carry_one_name() -> None:
         "remote_engine_id": "engine",
     }
     assert (handoff.host, handoff.port, handoff.rank, handoff.blocks) == ("10.0.0.5", 8998, 3, 3)
-
-
-def test_token_ids_go_with_it() -> None:
-    """KV of another prompt is wrong text with 200 here too."""
-    handoff = read()
-    assert isinstance(handoff, Handoff)
-    carried = MOONCAKE.decode_params(msgspec.structs.replace(from_engine(handoff, "e"), token_ids=b"[1,2]"))
-    assert json.loads(carried)["prompt_token_ids"] == [1, 2]
-
-
-def test_what_an_answer_says_of_addresses_is_not_believed() -> None:
-    spoilt = params(remote_host="6.6.6.6", remote_bootstrap_addr="http://6.6.6.6:1", transfer_id="other")
-    source = Source(frozenset({"10.0.0.5"}), EngineFacts(16), 0, "name", "10.0.0.5", 8998)
-    handoff = MOONCAKE.read(decode(answer(spoilt)), source)
-    assert isinstance(handoff, Handoff)
-    assert b"6.6.6.6" not in handoff.params
-    assert b"other" not in handoff.params
 
 
 def test_ipv6_hosts_are_in_brackets() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from sidecar.connectors.connector import EngineFacts, Handoff, PrefillAnswer, Rejection, Source
 from sidecar.connectors.offloading import OFFLOADING, with_kv_source
-from tests.unit.handoffs import answer, params
+from tests.unit.handoffs import answer
 
 decode = msgspec.json.Decoder(PrefillAnswer).decode
 
@@ -25,22 +25,6 @@ def test_both_legs_carry_one_name() -> None:
         "remote_prefiller": {"kv_request_id": "name", "remote_host": "10.0.0.5", "remote_port": 7778}
     }
     assert (handoff.host, handoff.port, handoff.blocks) == ("10.0.0.5", 7778, 2)
-
-
-def test_token_ids_go_with_it() -> None:
-    handoff = read()
-    assert isinstance(handoff, Handoff)
-    carried = OFFLOADING.decode_params(msgspec.structs.replace(handoff, token_ids=b"[1,2]"))
-    assert json.loads(carried)["prompt_token_ids"] == [1, 2]
-
-
-def test_what_an_answer_says_of_addresses_is_not_believed() -> None:
-    spoilt = params(remote_host="6.6.6.6", remote_prefiller={"kv_request_id": "other"})
-    source = Source(frozenset({"10.0.0.5"}), EngineFacts(16), 0, "name", "10.0.0.5", 7777)
-    handoff = OFFLOADING.read(decode(answer(spoilt)), source)
-    assert isinstance(handoff, Handoff)
-    assert b"6.6.6.6" not in handoff.params
-    assert b"other" not in handoff.params
 
 
 def test_ipv6_hosts_are_in_brackets() -> None:

@@ -7,8 +7,11 @@ each choice, and it still shrinks.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
+
+from sidecar.exchange.apis import FORBIDDEN
 
 SPACES = ("", "", "", " ", "\n", "\t", "\r\n  ")
 NUMBERS = (
@@ -106,3 +109,13 @@ class Writer:
 
 
 STORIES = st.binary(max_size=500)
+
+
+def holds_forbidden(meaning: Any) -> bool:
+    """Whether the engine would find a forbidden key: it reads four places and the last of a repeated key."""
+    if not isinstance(meaning, dict):
+        return False
+    places = [meaning, meaning.get("vllm_xargs")]
+    if isinstance(sampling := meaning.get("sampling_params"), dict):
+        places.append(sampling.get("extra_args"))
+    return any(isinstance(place, dict) and any(key in place for key in FORBIDDEN) for place in places)

@@ -28,7 +28,7 @@ from sidecar.exchange.splice import (
     with_members,
     without_forbidden,
 )
-from tests.unit.exchange.bodies import STORIES, Member, Writer, spelled
+from tests.unit.exchange.bodies import STORIES, Member, Writer, holds_forbidden, spelled
 
 PARAMS = b'{"do_remote_prefill":true,"remote_block_ids":[[1, 2]],"x":1.0}'
 
@@ -145,16 +145,6 @@ def nasty_text(story: bytes) -> str:
 NASTY = STORIES.map(nasty_text)
 
 
-def _holds_forbidden(meaning: Any) -> bool:
-    """Whether the engine would find a forbidden key: it reads four places and the last of a repeated key."""
-    if not isinstance(meaning, dict):
-        return False
-    places = [meaning, meaning.get("vllm_xargs")]
-    if isinstance(sampling := meaning.get("sampling_params"), dict):
-        places.append(sampling.get("extra_args"))
-    return any(isinstance(place, dict) and any(key in place for key in FORBIDDEN) for place in places)
-
-
 def _without(meaning: dict[str, Any]) -> dict[str, Any]:
     def clean(value: Any) -> Any:
         return {k: v for k, v in value.items() if k not in FORBIDDEN} if isinstance(value, dict) else value
@@ -174,9 +164,9 @@ def test_forbidden_keys_are_removed_and_nothing_else(body: bytes) -> None:
     before = json.loads(body)
     cleaned = without_forbidden(body, fields(body))
     if cleaned is None:
-        assert not _holds_forbidden(before)
+        assert not holds_forbidden(before)
         return
-    assert _holds_forbidden(before)
+    assert holds_forbidden(before)
     after = json.loads(cleaned)
     assert after == _without(before)
     assert without_forbidden(cleaned, fields(cleaned)) is None
@@ -358,7 +348,7 @@ def test_no_body_brings_a_forbidden_key_past_us(body: bytes) -> None:
         except (ValueError, RecursionError):
             assert cleaned is None, "the removal made it unreadable"
             continue
-        assert not _holds_forbidden(meaning)
+        assert not holds_forbidden(meaning)
 
 
 @pytest.mark.parametrize(
