@@ -341,18 +341,30 @@ class DecodeLeg(Leg):
         self._runner.first_byte()
         if pieces:
             self._tail = pieces[-1]
-        connection = self._connection
-        if connection is not None and connection.relay is None and self._is_chunked and client.transport:
+        self._shorten(self._relay_chunk)
+
+    def _shorten(self, relay: Callable[[bytes], None]) -> None:
+        """From here on a whole chunk, as most tokens are, only passes `EngineConnection.data_received` and this."""
+        connection, client = self._connection, self._runner.client
+        if connection is not None and connection.relay is None and self._is_chunked and client is not None:
             self._to_client = client.transport
-            connection.relay = self._relay_chunk
+            connection.relay = relay
 
     def _relay_chunk(self, raw: bytes) -> None:
-        """A whole chunk, as most tokens come; this and `EngineConnection.data_received` are all that they pass."""
         transport = self._to_client
         if transport is not None and not transport.is_closing():  # uvloop raises for a closed one
             self._tail = raw
             self._written += 1
             transport.write(raw)
+
+    def _relay_corrected_chunk(self, raw: bytes) -> None:
+        """The same where a count may have to be corrected: that leaves a chunk as long as it was."""
+        assert self._filter is not None
+        if raw.endswith(b"\n\n\r\n") and self._filter.is_empty:  # an event's end: no field goes on behind it
+            self._relay_chunk(self._filter.feed(raw))
+        else:
+            self._written += 1
+            self._write_filtered_chunks(raw, (raw[raw.index(b"\r\n") + 2 : -2],))
 
     def _write_pieces(self, _raw: bytes, pieces: Sequence[bytes]) -> None:
         client = self._runner.client
@@ -377,13 +389,14 @@ class DecodeLeg(Leg):
     def _write_filtered_chunks(self, raw: bytes, pieces: Sequence[bytes]) -> None:
         assert self._filter is not None
         out = [self._filter.feed(piece) for piece in pieces]
-        if self._is_whole_chunks() and all(map(is_, out, pieces)):
+        is_whole = self._is_whole_chunks()
+        if is_whole and all(map(is_, out, pieces)):
             self._write_pieces(b"", (raw,))  # in the framing that it came in
-            return
-        joined = b"".join(out)
-        if joined:
+        elif joined := b"".join(out):
             self._write_pieces(b"", (b"%x\r\n%b\r\n" % (len(joined), joined),))
             self._tail = joined
+        if is_whole:
+            self._shorten(self._relay_corrected_chunk)
 
     def _end(self) -> None:
         if not self._relaying:  # what the first event led to has replaced this leg

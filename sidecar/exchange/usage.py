@@ -59,6 +59,11 @@ class CachedTokens:
         self._held = data[keep:]
         return bytes(out)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held back."""
+        return not self._held
+
     def flush(self) -> bytes:
         held, self._held = self._held, b""
         return held
