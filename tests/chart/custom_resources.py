@@ -43,7 +43,14 @@ SCHEMAS: dict[str, Schema] = {
             podMetricsEndpoints={
                 "type": "array",
                 "minItems": 1,
-                "items": _object(["port"], port=PORT_NAME, path={"const": "/metrics"}, interval=DURATION),
+                "items": _object(
+                    ["port"],
+                    port=PORT_NAME,
+                    path={"const": "/metrics"},
+                    interval=DURATION,
+                    scheme={"enum": ["http", "https"]},
+                    tlsConfig=_object([], insecureSkipVerify={"type": "boolean"}),
+                ),
             },
         ),
     ),

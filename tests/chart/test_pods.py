@@ -39,6 +39,21 @@ def test_nothing_that_starts_the_engine_waits_for_it(values: str) -> None:
     assert "postStart" not in sidecar.get("lifecycle", {})
 
 
+@pytest.mark.parametrize("named", [[], ["decoder"], ["prefiller"], ["decoder", "prefiller"]], ids=str)
+def test_engines_that_speak_tls_are_probed_and_scraped_so(named: list[str]) -> None:
+    """A probe in plain HTTP would find no engine ready, and restart it after an hour."""
+    documents = with_values({"sidecar.settings.enable-tls": named, "monitoring.podMonitor.enabled": True})
+    for role, name, monitor in (("decode", "decoder", "sidecar"), ("prefill", "prefiller", "prefill")):
+        engine = container(pod_spec(workload(documents, role)), "vllm")
+        scheme = {"scheme": "HTTPS"} if name in named else {}
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert engine[probe]["httpGet"] == {"path": "/health", "port": "engine"} | scheme
+        endpoints = one(documents, "PodMonitor", monitor)["spec"]["podMetricsEndpoints"]
+        schemes = {each["port"]: each.get("scheme") for each in endpoints}
+        assert schemes.pop("sidecar-admin", None) is None, "the admin port speaks plain HTTP"
+        assert schemes == {"engine": "https" if scheme else None}
+
+
 @pytest.mark.parametrize("values", WITH_PODS)
 def test_sidecar_is_native_where_clusters_know_it(values: str) -> None:
     native = values != "plain-container"

@@ -70,6 +70,8 @@ TOO_SMALL = [
     ({"sidecar.image.repository": ""}, "sidecar.image.repository is needed"),
     ({"model.name": ""}, "model.name is needed"),
     ({"sidecar.tls.clientCa": True}, "sidecar.tls.secretName is needed"),
+    ({"serviceAccount.create": False}, "serviceAccount.name is needed"),
+    ({"sidecar.settings.inference-pool": "models/qwen"}, "discovery-namespace"),
     ({"prefill.dataParallelSize": 2, "prefill.portPerRank": True}, "would leave all ranks but the first idle"),
 ]
 

@@ -91,6 +91,9 @@ any must not change them: adding prefill pods would restart the decode pods. */}
 {{- define "pd-sidecar.settings" -}}
 {{- $settings := deepCopy .Values.sidecar.settings }}
 {{- if include "pd-sidecar.reads-api" . }}
+{{- if contains "/" (toString (default "" (get $settings "inference-pool"))) }}
+{{- fail "sidecar.settings.inference-pool is the pool's name: its namespace is sidecar.settings.discovery-namespace, where the Role is made" }}
+{{- end }}
 {{- $found := dict "discovery-port" (int .Values.prefill.port) }}
 {{- with include "pd-sidecar.model-label" . }}{{ $_ := set $found "discovery-model" . }}{{ end }}
 {{- $settings = merge $settings $found }}
@@ -114,6 +117,12 @@ any must not change them: adding prefill pods would restart the decode pods. */}
 {{- define "pd-sidecar.scheme" -}}
 {{- $settings := include "pd-sidecar.settings" . | fromYaml }}
 {{- eq (include "pd-sidecar.spelled" (get $settings "secure-serving")) "on" | ternary "https" "http" }}
+{{- end }}
+
+{{/* (list root role): "yes" if the sidecar speaks TLS to the engines of that role. */}}
+{{- define "pd-sidecar.engine-tls" -}}
+{{- $named := get (index . 0).Values.sidecar.settings "enable-tls" | default list }}
+{{- if has (ternary "decoder" "prefiller" (eq (index . 1) "decode")) $named }}yes{{ end }}
 {{- end }}
 
 {{/* HTTP ports of a prefill pod: one for each rank, or one for all. */}}

@@ -121,14 +121,16 @@ env:
   {{- with concat $engine.env $values.env }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- $health := dict "path" "/health" "port" "engine" }}
+{{- if include "pd-sidecar.engine-tls" (list $root .role) }}{{ $_ := set $health "scheme" "HTTPS" }}{{ end }}
 startupProbe:
-  httpGet: {path: /health, port: engine}
+  httpGet: {{- toYaml $health | nindent 4 }}
   {{- toYaml $engine.startupProbe | nindent 2 }}
 readinessProbe:
-  httpGet: {path: /health, port: engine}
+  httpGet: {{- toYaml $health | nindent 4 }}
   {{- toYaml $engine.readinessProbe | nindent 2 }}
 livenessProbe:
-  httpGet: {path: /health, port: engine}
+  httpGet: {{- toYaml $health | nindent 4 }}
   {{- toYaml $engine.livenessProbe | nindent 2 }}
 {{- /* As a plain container the sidecar is stopped together with the engine: the engine has to outlast its drain. */}}
 {{- $preStop := int $values.preStopSeconds }}
