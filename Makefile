@@ -51,13 +51,16 @@ IMAGE_PYTHON  ?= 3.12
 IMAGE_MACHINE ?= x86_64
 BASE          ?= docker.io/library/python:$(IMAGE_PYTHON)-slim
 BUILDER       ?= docker build
-IMAGE         ?= pd-sidecar:$(shell sed -n 's/__version__ = "\(.*\)"/\1/p' sidecar/__init__.py)
+VERSION        = $(shell sed -n 's/__version__ = "\(.*\)"/\1/p' sidecar/__init__.py)
+IMAGE         ?= pd-sidecar:$(VERSION)
 
 image: $(VENV)/.ready
 	@$(PY) -m image.tree --python $(IMAGE_PYTHON) --machine $(IMAGE_MACHINE)
-	@$(BUILDER) --file Containerfile --build-arg BASE=$(BASE) --build-arg VERSION=$(lastword $(subst :, ,$(IMAGE))) --tag $(IMAGE) .
+	@$(BUILDER) --file Containerfile --build-arg BASE=$(BASE) --build-arg VERSION=$(VERSION) --tag $(IMAGE) .
 
 $(VENV)/.ready: requirements-dev.lock pyproject.toml
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	  || { echo "make: needs Python 3.11 to 3.13, not $(or $(PYTHON),none): name one with PYTHON=" >&2; exit 1; }
 	@echo "installing the tools into $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
