@@ -24,10 +24,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from e2e.engines import HOST, Engine, Rig, RigError
+from e2e.engines import HOST, Engine, RigError
 from e2e.install import InstallError, engine_python, say
 from e2e.models import REPOSITORY, ModelError, model_path
 from e2e.prompts import make_prompt
+from e2e.rig import Rig
 from e2e.zygote import die_with_parent
 from tests.ports import bindable, free_ports
 

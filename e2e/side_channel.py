@@ -20,8 +20,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from e2e.conftest import COMPLETIONS, LEASE_S, ask, free, prompt, request_body
-from e2e.engines import HOST, Engine, Rig
+from e2e.asking import COMPLETIONS, ask, prompt, request_body
+from e2e.engines import HOST, Engine
+from e2e.pair import LEASE_S, free
+from e2e.rig import Rig
 from e2e.test_client_leaves import Door, gone_between_the_legs
 from e2e.test_side_channel import wound
 from tests.integration.sidecar import Sidecar

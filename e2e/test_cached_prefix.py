@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from e2e.conftest import BLOCK_TOKENS, COMPLETIONS, HOST, LEASE_S, Pair, ask, eventually, idle, mended, token_ids
-from e2e.engines import Rig
+from e2e.asking import COMPLETIONS, ask, eventually, token_ids
+from e2e.engines import HOST
+from e2e.pair import BLOCK_TOKENS, LEASE_S, Pair, idle, paired
+from e2e.rig import Rig
 from tests.ports import free_ports
 
 MINIMUM = 128
@@ -42,8 +43,8 @@ def told_rig(ports: tuple[int, int]) -> Iterator[Rig]:
 
 @pytest.fixture
 def pair(told_rig: Rig) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield mended(Pair(told_rig.prefill[0], told_rig.decode[0], stack))
+    with paired(told_rig.prefill[0], told_rig.decode[0]) as pair:
+        yield pair
 
 
 def test_two_hundred_prompts_around_the_threshold(pair: Pair, ports: tuple[int, int]) -> None:

@@ -17,23 +17,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from e2e.conftest import (
+from e2e.asking import (
+    ANSWER_TIMEOUT_S,
     APIS,
     COMPLETIONS,
-    HOST,
-    LEASE_S,
-    SOONER_THAN_A_LEASE_S,
-    Hold,
-    Pair,
     Questions,
     ask,
     eventually,
-    free,
-    idle,
     prompt_for,
     request_body,
     together,
 )
+from e2e.engines import HOST
+from e2e.pair import LEASE_S, SOONER_THAN_A_LEASE_S, Pair, free, idle
+from e2e.tap import Hold
 from tests.integration.client import Client
 
 if TYPE_CHECKING:
@@ -108,6 +105,8 @@ class Door:
         self._socket.settimeout(0.02)
         self.port: int = self._socket.getsockname()[1]
         self._is_open = True
+        self._is_shut = threading.Event()
+        """Nobody accepts any more."""
         self._closed = False
         self._in_the_way: dict[int, socket.socket] = {}
         """What keeps it shut, by its own port."""
@@ -118,8 +117,9 @@ class Door:
 
     def shut(self) -> None:
         """The kernel's queue is filled: what connects from now on waits."""
+        self._is_shut.clear()
         self._is_open = False
-        time.sleep(0.1)  # until nobody accepts any more
+        assert self._is_shut.wait(ANSWER_TIMEOUT_S)
         self._in_the_way.clear()
         for _ in range(4):
             one = socket.socket()
@@ -145,6 +145,7 @@ class Door:
     def _accept(self) -> None:
         while not self._closed:
             if not self._is_open:
+                self._is_shut.set()
                 time.sleep(0.02)
                 continue
             with suppress(TimeoutError):
@@ -222,7 +223,7 @@ def gone_between_the_legs(sidecar: Sidecar, prefill: Engine, door: Door) -> tupl
     that to the blocks' being free.
     """
     door.shut()
-    time.sleep(0.03)  # no idle connection is left by now
+    time.sleep(0.1)  # no idle connection is left by now
     with Client((HOST, sidecar.port)) as client:
         body = request_body(COMPLETIONS, prompt_for(COMPLETIONS, 100))
         client.request("POST", COMPLETIONS.path, body)

@@ -10,30 +10,28 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from e2e.conftest import (
+from e2e.asking import (
     APIS,
     CHAT,
     COMPLETIONS,
     GENERATE,
     Api,
-    Pair,
     ask,
     eventually,
-    idle,
     local_text,
     prompt_for,
     request_body,
     text_of,
 )
+from e2e.pair import Pair, idle, paired
 from tests.integration.client import Client, chunked
 
 if TYPE_CHECKING:
-    from e2e.engines import Rig
+    from e2e.rig import Rig
     from tests.integration.client import Answer
     from tests.integration.sidecar import Sidecar
 
@@ -128,8 +126,8 @@ def _named(value: Any, *, without_own: bool = False) -> list[str]:
 
 @pytest.fixture(scope="module", params=["off", "on"])
 def line(rig: Rig, request: pytest.FixtureRequest) -> Iterator[Line]:
-    with ExitStack() as stack:
-        line = Line(Pair(rig.prefill[0], rig.decode[0], stack), request.param)
+    with paired(rig.prefill[0], rig.decode[0]) as pair:
+        line = Line(pair, request.param)
         yield line
         idle(line.sidecar)
 

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
-from e2e.conftest import (
-    CHAT,
-    COMPLETIONS,
-    GENERATE,
-    LEASE_S,
-    Asking,
-    Hold,
-    Pair,
-    Questions,
-    eventually,
-    idle,
-    mended,
-)
-from e2e.engines import Rig
+from e2e.asking import CHAT, COMPLETIONS, GENERATE, Asking, Questions, eventually
+from e2e.pair import LEASE_S, Pair, idle, paired
+from e2e.rig import Rig
+from e2e.tap import Hold
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,8 +29,8 @@ def push_rig() -> Iterator[Rig]:
 
 @pytest.fixture
 def push(push_rig: Rig) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield mended(Pair(push_rig.prefill[0], push_rig.decode[0], stack))
+    with paired(push_rig.prefill[0], push_rig.decode[0]) as pair:
+        yield pair
 
 
 def test_pushed(push: Pair) -> None:
@@ -97,8 +86,8 @@ def store_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture
 def store(store_rig: Rig) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield mended(Pair(store_rig.prefill[0], store_rig.decode[0], stack))
+    with paired(store_rig.prefill[0], store_rig.decode[0]) as pair:
+        yield pair
 
 
 def test_stored_and_found(store: Pair) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from e2e.engines import Rig
+from e2e.rig import Rig
 from tests.engine import contract, harms, record
 
 Policy = Literal["recompute", "fail"]

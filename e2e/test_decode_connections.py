@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from e2e.conftest import Pair, Questions, eventually
+from e2e.asking import Questions, eventually
 
 if TYPE_CHECKING:
     from e2e.engines import Engine
+    from e2e.pair import Pair
 
 RELAY_NETWORK = ipaddress.ip_network("127.77.0.0/16")
 _CONNECT = re.compile(

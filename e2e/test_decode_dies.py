@@ -10,23 +10,10 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from e2e.conftest import (
-    APIS,
-    CHAT,
-    HOST,
-    LEASE_S,
-    Api,
-    Asking,
-    Hold,
-    Pair,
-    Questions,
-    ask,
-    eventually,
-    idle,
-    prompt_for,
-    reason_of_cut,
-    request_body,
-)
+from e2e.asking import APIS, CHAT, Api, Asking, Questions, ask, eventually, prompt_for, reason_of_cut, request_body
+from e2e.engines import HOST
+from e2e.pair import LEASE_S, Pair, idle
+from e2e.tap import Hold
 from tests.integration.client import Client, Cut
 
 ENDLESS = 4000

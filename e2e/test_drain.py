@@ -4,55 +4,28 @@ from __future__ import annotations
 
 import signal
 import socket
-import threading
-from functools import partial
+from typing import TYPE_CHECKING
 
-from e2e.conftest import (
-    APIS,
-    HOST,
-    Api,
-    Pair,
-    ask,
-    eventually,
-    local_text,
-    prompt_for,
-    request_body,
-    text_of,
-    together,
-)
+from e2e.asking import UnderWay, eventually
+from e2e.engines import HOST
+from e2e.tap import Hold
 
-TOKENS = 100
-"""Half a second or more of an answer."""
+if TYPE_CHECKING:
+    from e2e.pair import Pair
 
 
 def test_open_answers_are_completed(pair: Pair) -> None:
-    sidecar = pair.serve()
-    got: list[tuple[Api, str]] = []
-    bodies = [
-        (api, request_body(api, prompt_for(api, 100), TOKENS, stream=streamed))
-        for api in APIS
-        for streamed in (True, False)
-    ]
-
-    def answer(api: Api, body: dict[str, object]) -> None:
-        got.append((api, text_of(ask(sidecar, api, body))))
-
-    threads = [threading.Thread(target=answer, args=one, daemon=True) for one in bodies]
-    for thread in threads:
-        thread.start()
-    eventually(lambda: pair.decode.metrics().total("vllm:num_requests_running") == len(bodies))
-    assert not got, "the answers were over too soon to say anything"
+    tap = pair.tap(pair.prefill)
+    sidecar = pair.serve(prefill=tap.address)
+    under_way = UnderWay(sidecar)
+    hold = Hold(tap, under_way.count)  # decode gets all of them at once, however slowly they are prefilled
+    hold.wait_for_all()
+    hold.release()
+    under_way.wait(pair.decode)
     sidecar.signal(signal.SIGTERM)
     eventually(lambda: not listens(sidecar.port))
-    for thread in threads:
-        thread.join(60)
+    under_way.check(pair.decode)
     assert sidecar.exit_code() == 0
-    wanted = together([partial(local, pair, *one) for one in bodies])
-    assert sorted(got, key=str) == sorted(wanted, key=str)
-
-
-def local(pair: Pair, api: Api, body: dict[str, object]) -> tuple[Api, str]:
-    return api, local_text(pair.decode, api, body)
 
 
 def listens(port: int) -> bool:

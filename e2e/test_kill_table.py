@@ -9,32 +9,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from e2e.conftest import (
+from e2e.asking import (
     COMPLETIONS,
     GENERATE,
     Api,
-    Pair,
-    Passed,
     Questions,
-    Tap,
     ask,
     eventually,
-    idle,
     local_text,
-    mend,
-    mended,
     request_body,
     text_of,
     token_ids,
 )
+from e2e.pair import Pair, idle, mend, paired
 
 if TYPE_CHECKING:
-    from e2e.engines import Rig
+    from e2e.rig import Rig
+    from e2e.tap import Passed, Tap
     from tests.integration.client import Answer
     from tests.integration.sidecar import Sidecar
 
@@ -229,8 +224,8 @@ class Line:
 
 @pytest.fixture(scope="module")
 def whole_line(rig: Rig) -> Iterator[Line]:
-    with ExitStack() as stack:
-        line = Line(mended(Pair(rig.prefill[0], rig.decode[0], stack)))
+    with paired(rig.prefill[0], rig.decode[0]) as pair:
+        line = Line(pair)
         yield line
         idle(line.sidecar)
 

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
-from e2e.engines import HOST, Engine, Rig
+from e2e.engines import HOST, Engine
+from e2e.pair import BLOCK_TOKENS
+from e2e.rig import Rig
 from tests.integration.transport.peers import until
 from tests.ports import free_ports
 from transport.kv_events import KvEvents
@@ -23,7 +25,7 @@ T = TypeVar("T")
 HIDDEN, RANK, LAYERS = 128, 8, 2  # of the tiny model
 # Little more than the longest prompt needs, so that blocks are evicted all the time.
 KV_CACHE_BYTES = 9 << 20
-SETTLE_SECONDS = 0.15  # the engine publishes after a step, at the latest after 0.1 s
+PUBLISHED_WITHIN_SECONDS = 0.15
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
@@ -97,6 +99,14 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+async def told(events: KvEvents, ids: list[int], lora: str | None, salt: str | None) -> None:
+    """Until the blocks of a prompt that was just computed are known, and those that were evicted for it. Both are
+    published after a step of the engine; of evictions alone nothing can be waited for but their time."""
+    whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
+    await asyncio.sleep(PUBLISHED_WITHIN_SECONDS)
+    await until(lambda: events.cached_tokens(ids, lora_name=lora, cache_salt=salt) == whole)
+
+
 def cached_tokens(engine: Engine, ids: list[int], lora: str | None, salt: str | None) -> int:
     """Send the prompt; what the engine says it took from its cache."""
     body: dict[str, Any] = {"model": lora or "tiny", "prompt": ids, "max_tokens": 1, "temperature": 0}
@@ -142,9 +152,9 @@ def test_index_and_engine_agree_on_two_hundred_prompts(engine: Engine, ports: Po
             hits = 0
             for number in range(200):
                 ids, lora, salt = prompts.next()
-                await asyncio.sleep(SETTLE_SECONDS)
                 predicted = events.cached_tokens(ids, lora_name=lora, cache_salt=salt)
                 actual = await asyncio.to_thread(cached_tokens, engine, ids, lora, salt)
+                await told(events, ids, lora, salt)
                 hits += actual > 0
                 if predicted != actual:
                     differing.append((number, lora, salt, len(ids), predicted, actual))
@@ -172,11 +182,13 @@ def test_after_a_gap_and_after_a_late_start_they_agree_again(engine: Engine, por
                 if number % 5 == 2:
                     assert events._publisher is not None
                     events._publisher.abort()  # what is published until it has connected again is lost
-                    await asyncio.to_thread(cached_tokens, engine, *prompts.next(plain=True))
+                    lost = prompts.next(plain=True)
+                    await asyncio.to_thread(cached_tokens, engine, *lost)
                     await until(lambda: events.current, 10)
-                await asyncio.sleep(SETTLE_SECONDS)
+                    await told(events, *lost)
                 predicted = events.cached_tokens(ids)
                 assert predicted == await asyncio.to_thread(cached_tokens, engine, ids, lora, salt)
+                await told(events, ids, lora, salt)
             print(dict(events.counts))
             assert events.counts["replay"] >= 7
             assert "gap" not in events.counts

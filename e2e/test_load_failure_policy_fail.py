@@ -7,21 +7,13 @@ must see neither.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from e2e.conftest import (
-    LEASE_S,
-    Asking,
-    Hold,
-    Pair,
-    Questions,
-    eventually,
-    idle,
-    mended,
-)
-from e2e.engines import Rig
+from e2e.asking import Asking, Questions, eventually
+from e2e.pair import LEASE_S, Pair, idle, paired
+from e2e.rig import Rig
+from e2e.tap import Hold
 
 AT_ONCE = 8
 REASONS = {
@@ -40,8 +32,8 @@ def strict_rig() -> Iterator[Rig]:
 
 @pytest.fixture
 def pair(rig: Rig, strict_rig: Rig) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield mended(Pair(rig.prefill[0], strict_rig.decode[0], stack))
+    with paired(rig.prefill[0], strict_rig.decode[0]) as pair:
+        yield pair
 
 
 def test_killed_in_mid_transfer(pair: Pair) -> None:

@@ -8,20 +8,12 @@ the block size it notices nothing and answers with other text. The sidecar compa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from e2e.conftest import (
-    LEASE_S,
-    Pair,
-    Questions,
-    eventually,
-    idle,
-    mended,
-    together,
-)
-from e2e.engines import Rig
+from e2e.asking import Questions, eventually, together
+from e2e.pair import LEASE_S, Pair, idle, paired
+from e2e.rig import Rig
 
 
 @pytest.fixture(params=[("--dtype", "bfloat16"), ("--block-size", "64")], ids=" ".join)
@@ -29,9 +21,9 @@ def mismatched(rig: Rig, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A decode engine that does not fit the shared prefill engine."""
     with (
         Rig("tiny", prefill=0, decode=1, lease_seconds=LEASE_S, decode_flags=request.param) as other,
-        ExitStack() as stack,
+        paired(rig.prefill[0], other.decode[0]) as pair,
     ):
-        yield mended(Pair(rig.prefill[0], other.decode[0], stack))
+        yield pair
 
 
 def test_nothing_is_prefilled_elsewhere(mismatched: Pair) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from e2e.conftest import COMPLETIONS, ask, prompt, request_body
-from e2e.engines import HOST, Engine, Rig
+from e2e.asking import COMPLETIONS, ask, prompt, request_body
+from e2e.engines import HOST, Engine
+from e2e.rig import Rig
 from tests.chart.render import CHART
 from tests.integration.sidecar import Sidecar
 

@@ -4,18 +4,13 @@ sidecar carries it to the clients; then the sidecar gets its own. (docs/kubernet
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 
-from e2e.conftest import APIS, Api, ask, eventually, local_text, prompt_for, request_body, text_of, together
-from e2e.engines import Engine, Rig
+from e2e.asking import UnderWay, eventually
+from e2e.rig import Rig
 from tests.integration.sidecar import Sidecar
-
-TOKENS = 100
-"""Half a second or more of an answer."""
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +31,11 @@ def sidecar(rig: Rig) -> Iterator[Sidecar]:
 
 def test_the_engine_first_then_the_sidecar(rig: Rig, sidecar: Sidecar) -> None:
     ending, staying = rig.decode
-    got: list[tuple[Api, str]] = []
-    bodies = [
-        (api, request_body(api, prompt_for(api, 100), TOKENS, stream=streamed))
-        for api in APIS
-        for streamed in (True, False)
-    ]
-
-    def answer(api: Api, body: dict[str, object]) -> None:
-        got.append((api, text_of(ask(sidecar, api, body))))
-
-    threads = [threading.Thread(target=answer, args=one, daemon=True) for one in bodies]
-    for thread in threads:
-        thread.start()
-    eventually(lambda: ending.metrics().total("vllm:num_requests_running") == len(bodies))
-    assert not got, "the answers were over too soon to say anything"
+    under_way = UnderWay(sidecar)
+    under_way.wait(ending)
     ending.terminate()
-    for thread in threads:
-        thread.join(60)
-    wanted = together([partial(local, staying, *one) for one in bodies])
-    assert sorted(got, key=str) == sorted(wanted, key=str)
+    under_way.check(staying)
     eventually(lambda: not ending.alive())
     eventually(lambda: sidecar.admin("GET", "/readyz")[0] == 503)
     sidecar.signal(signal.SIGTERM)
     assert sidecar.exit_code(10) == 0, "nothing is open: the drain is over at once"
-
-
-def local(engine: Engine, api: Api, body: dict[str, object]) -> tuple[Api, str]:
-    return api, local_text(engine, api, body)

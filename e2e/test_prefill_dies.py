@@ -10,24 +10,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
-from e2e.conftest import (
-    LEASE_S,
-    Asking,
-    Hold,
-    Pair,
-    Questions,
-    eventually,
-    idle,
-    mended,
-    together,
-)
-from e2e.engines import Rig
+from e2e.asking import Asking, Questions, eventually, together
+from e2e.pair import LEASE_S, Pair, idle, paired
+from e2e.rig import Rig
+from e2e.tap import Hold
 
 if TYPE_CHECKING:
     from tests.integration.client import Answer
@@ -172,8 +163,11 @@ def test_replaced_while_nobody_asks(pair: Pair) -> None:
 @pytest.fixture
 def second(rig: Rig) -> Iterator[Pair]:
     """Another prefill engine for the shared decode engine."""
-    with Rig("tiny", prefill=1, decode=0, lease_seconds=LEASE_S) as other, ExitStack() as stack:
-        yield mended(Pair(other.prefill[0], rig.decode[0], stack))
+    with (
+        Rig("tiny", prefill=1, decode=0, lease_seconds=LEASE_S) as other,
+        paired(other.prefill[0], rig.decode[0]) as pair,
+    ):
+        yield pair
 
 
 def test_another_prefill_engine_takes_over(pair: Pair, second: Pair) -> None:

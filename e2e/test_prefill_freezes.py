@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 
-from e2e.conftest import Asking, Hold, Pair, Questions, eventually, idle
+from e2e.asking import Asking, Questions, eventually
+from e2e.pair import Pair, idle
+from e2e.tap import Hold
 
 PREFILL_TIMEOUT_S = 2.0
 PULL_TIMEOUT_S = 2.0

@@ -6,28 +6,23 @@ rank must be prefilled and decoded by it, pull from it alone, and whatever goes 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from e2e.conftest import (
+from e2e.asking import (
+    ANSWER_TIMEOUT_S,
     APIS,
     COMPLETIONS,
-    LEASE_S,
     RESPONSES,
-    SOONER_THAN_A_LEASE_S,
     Api,
-    Pair,
     ask,
     eventually,
-    free,
-    idle,
     local_text,
-    mended,
     prompt,
     prompt_for,
     prompt_tokens,
@@ -35,7 +30,8 @@ from e2e.conftest import (
     text_of,
     together,
 )
-from e2e.engines import Rig
+from e2e.pair import LEASE_S, SOONER_THAN_A_LEASE_S, Pair, free, idle, paired
+from e2e.rig import Rig
 from e2e.test_side_channel import wound
 
 if TYPE_CHECKING:
@@ -61,8 +57,8 @@ def ranks_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 @pytest.fixture
 def pair(ranks_rig: Rig) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield mended(Pair(ranks_rig.prefill[0], ranks_rig.decode[0], stack))
+    with paired(ranks_rig.prefill[0], ranks_rig.decode[0]) as pair:
+        yield pair
 
 
 def tokens(engine: Engine, source: str) -> list[int]:
@@ -173,6 +169,8 @@ def test_a_bad_handoff_of_one_rank(pair: Pair) -> None:
         return answer
 
     prefill.answered = spoilt
+    everybody = threading.Barrier(8)  # has been sent off before the first answer says anything about a rank
+    prefill.asked = lambda _passed: everybody.wait(ANSWER_TIMEOUT_S)
     bodies = [request_body(COMPLETIONS, prompt(300), stream=bool(number % 2)) for number in range(8)]
     before = Seen.of(pair)
     answers = together(
@@ -250,8 +248,7 @@ def external_rig() -> Iterator[Rig]:
 
 def test_one_port_for_each_rank(external_rig: Rig) -> None:
     first = external_rig.decode[0]
-    with ExitStack() as stack:
-        pair = mended(Pair(external_rig.prefill[0], first, stack))
+    with paired(external_rig.prefill[0], first) as pair:
         sidecar = pair.serve("--data-parallel-size", str(len(RANKS)), "--warm-up", "on", ranks=len(RANKS))
         eventually(lambda: sidecar.metrics()("warmups_total", outcome="warm") == 1)
         shaken = sidecar.metrics()("nixl_handshakes_total")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
-from e2e.conftest import HOST, LEASE_S, Api, Pair, ask, text_of
-from e2e.engines import Rig
+from e2e.asking import Api, ask, text_of
+from e2e.engines import HOST
+from e2e.pair import LEASE_S, paired
+from e2e.rig import Rig
 
 QUESTION = "What is the capital of France?"
 CHAT = Api("chat", "/v1/chat/completions", lambda p, n: {"messages": p, "max_tokens": n})
@@ -23,8 +24,7 @@ def test_it_knows_the_capital_of_france_remotely_too() -> None:
         "max_tokens": 24,
         "temperature": 0,
     }
-    with Rig("smollm2", lease_seconds=LEASE_S) as rig, ExitStack() as stack:
-        pair = Pair(rig.prefill[0], rig.decode[0], stack)
+    with Rig("smollm2", lease_seconds=LEASE_S) as rig, paired(rig.prefill[0], rig.decode[0]) as pair:
         sidecar = pair.serve()
         remote = ask(sidecar, CHAT, body)
         assert remote.decision == f"remote; prefill={HOST}:{pair.prefill.port}"

@@ -11,13 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from e2e.engines import Engine, Rig
 from e2e.models import REPOSITORY
+from e2e.rig import Rig
 from e2e.zygote import SHARED_MEMORY, session_pids, shared_memory_prefix
+
+if TYPE_CHECKING:
+    from e2e.engines import Engine
 
 SENTENCE = "The licensee may reproduce and distribute copies of the work in any medium. "
 
@@ -153,7 +156,7 @@ def shared_memory(session: int) -> list[Path]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 def test_engines_do_not_outlive_whoever_started_them(number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "e2e.engines", "--prefill", "0", "--decode", "1"]
+    command = [sys.executable, "-m", "e2e.rig", "--prefill", "0", "--decode", "1"]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as by_hand:
         try:
             assert by_hand.stdout is not None

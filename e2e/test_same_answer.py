@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from e2e.conftest import (
+from e2e.asking import (
     APIS,
     CHAT,
     COMPLETIONS,
     GENERATE,
     MESSAGES,
     RESPONSES,
-    SOONER_THAN_A_LEASE_S,
     Api,
-    Pair,
     Questions,
     ask,
-    free,
-    idle,
     prompt,
     prompt_for,
     request_body,
@@ -31,9 +25,9 @@ from e2e.conftest import (
     together,
     token_ids,
 )
+from e2e.pair import SOONER_THAN_A_LEASE_S, Pair, free
 
 if TYPE_CHECKING:
-    from e2e.engines import Rig
     from tests.integration.client import Answer
     from tests.integration.sidecar import Sidecar
 
@@ -46,14 +40,6 @@ TOOL = {
     "type": "function",
     "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"z": {}, "a": {}}}},
 }
-
-
-@pytest.fixture(scope="module")
-def sidecar(rig: Rig) -> Iterator[Sidecar]:
-    with ExitStack() as stack:
-        sidecar = Pair(rig.prefill[0], rig.decode[0], stack).serve()
-        yield sidecar
-        idle(sidecar)
 
 
 def essence(value: Any) -> Any:

@@ -6,21 +6,16 @@ by way of a handshake that the decode engine was only ever told to make with thi
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from e2e.conftest import (
+from e2e.asking import (
     APIS,
-    BLOCK_TOKENS,
     CHAT,
     COMPLETIONS,
     Api,
-    Pair,
     ask,
-    idle,
     local_answer,
     local_text,
     prompt,
@@ -30,18 +25,10 @@ from e2e.conftest import (
     text_of,
     token_ids,
 )
+from e2e.pair import BLOCK_TOKENS, Pair
 
 if TYPE_CHECKING:
-    from e2e.engines import Rig
     from tests.integration.sidecar import Sidecar
-
-
-@pytest.fixture(scope="module")
-def sidecar(rig: Rig) -> Iterator[Sidecar]:
-    with ExitStack() as stack:
-        sidecar = Pair(rig.prefill[0], rig.decode[0], stack).serve()
-        yield sidecar
-        idle(sidecar)
 
 
 RELAY_NETWORK = ipaddress.ip_network("127.77.0.0/16")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from e2e.conftest import LEASE_S, Asking, Pair, Questions, eventually, idle, mended
-from e2e.engines import Rig
+from e2e.asking import Asking, Questions, eventually
+from e2e.pair import LEASE_S, Pair, idle, paired
+from e2e.rig import Rig
 from tests.certificates import Authority
 
 CA = Authority()
@@ -33,8 +33,8 @@ def tls_rig(folder: Path) -> Iterator[Rig]:
 
 @pytest.fixture
 def pair(tls_rig: Rig) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield mended(Pair(tls_rig.prefill[0], tls_rig.decode[0], stack))
+    with paired(tls_rig.prefill[0], tls_rig.decode[0]) as pair:
+        yield pair
 
 
 def test_same_text_over_tls(pair: Pair, folder: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from e2e.conftest import CHAT, LEASE_S, Pair, ask, idle, mended, prompt
-from e2e.engines import Rig
+from e2e.asking import CHAT, ask, prompt
+from e2e.pair import LEASE_S, idle, paired
+from e2e.rig import Rig
 
 CONVERSATIONS, TURNS = 4, 4
 
@@ -21,8 +21,7 @@ def three() -> Iterator[Rig]:
 
 def test_later_turns_are_not_computed_anew(three: Rig) -> None:
     first, second = three.prefill
-    with ExitStack() as stack:
-        pair = mended(Pair(first, three.decode[0], stack))
+    with paired(first, three.decode[0]) as pair:
         sidecar = pair.serve("--prefill", second.address)
         before = computed(three)
         asked = 0

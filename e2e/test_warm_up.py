@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from e2e.conftest import Pair, Questions, eventually, idle
+from e2e.asking import Questions, eventually
+from e2e.pair import Pair, idle
 
 
 def test_the_first_request_shakes_no_hands(pair: Pair) -> None:

@@ -17,8 +17,9 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from e2e.conftest import CHAT, ask, prompt, request_body
-from e2e.engines import HOST, Rig
+from e2e.asking import CHAT, ask, prompt, request_body
+from e2e.engines import HOST
+from e2e.rig import Rig
 from e2e.rounds import spread, table, turns
 from tests.integration.sidecar import Sidecar
 

@@ -1,6 +1,6 @@
 """Runs in the engines' Python: imports vLLM once, then forks an engine for each request on its standard input.
 
-It knows processes and nothing else: what an engine is started with comes from `e2e/engines.py`, one JSON object a
+It knows processes and nothing else: what an engine is started with comes from `e2e/rig.py`, one JSON object a
 line in, one a line out. When its input ends (also when the parent was killed) it ends every engine and itself.
 
 Importing vLLM takes eleven seconds of CPU, and a vLLM server does it three times; forked, an engine is up in six.

@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from e2e.install import cache_root
+
 # Versions are part of a result: a newer peer is a new comparison.
 WHEELS = {
     "vllm-router": "vllm-router==0.1.17",
@@ -27,9 +29,8 @@ _INSTALL_TIMEOUT_S = 600
 
 def cache_folder() -> Path:
     """The benchmark's part of the user's cache; a new set of versions gets a new folder."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     wanted = f"{sys.version_info[:2]} {sorted(WHEELS.items())}"
-    return base / "pd-sidecar" / f"bench-{hashlib.sha256(wanted.encode()).hexdigest()[:12]}"
+    return cache_root() / f"bench-{hashlib.sha256(wanted.encode()).hexdigest()[:12]}"
 
 
 @dataclass

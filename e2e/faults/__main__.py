@@ -19,11 +19,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from e2e import machine
-from e2e.conftest import LEASE_S
-from e2e.engines import Place, Rig
+from e2e.engines import Place
 from e2e.faults import clock, wire
 from e2e.faults.scenarios import SCENARIOS
 from e2e.faults.stage import Scenario, Verdict, perform
+from e2e.pair import LEASE_S
+from e2e.rig import Rig
 from e2e.rounds import table
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "faults.md"

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from e2e.conftest import LEASE_S, free, idle
-from e2e.engines import Place, Rig
+from e2e.engines import Place
 from e2e.faults import wire
 from e2e.faults.scenarios import AGAIN_S, RECONNECT_S, SCENARIOS
 from e2e.faults.stage import BLOCKS_S, REST_LOOKS_S, Broken, Load, Play, Scenario
+from e2e.pair import LEASE_S, free, idle
+from e2e.rig import Rig
 from e2e.soak import OPEN, Sample, Soaked, look
 
 OWN_SIDECARS = ("clock-steps", "dns-away")

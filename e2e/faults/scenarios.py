@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from e2e.conftest import COMPLETIONS, ask, request_body, token_ids
+from e2e.asking import COMPLETIONS, ask, request_body, token_ids
 from e2e.engines import HOST
 from e2e.faults.clock import Clock
 from e2e.faults.stage import PREFILL_TIMEOUT_S, PULL_TIMEOUT_S, Play, Scenario

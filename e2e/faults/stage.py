@@ -17,26 +17,15 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from e2e.conftest import (
-    LEASE_S,
-    Pair,
-    Question,
-    Questions,
-    ask_or_cut,
-    eventually,
-    free,
-    idle,
-    mend,
-    reason_of_cut,
-    text_of,
-)
+from e2e.asking import Question, Questions, ask_or_cut, eventually, reason_of_cut, text_of
 from e2e.faults.wire import CLEAR, Weather, Wire
+from e2e.pair import LEASE_S, Pair, free, idle, mend
 from sidecar.exchange.failures import ROWS
 from tests.integration.client import Cut
 from tests.integration.sidecar import Sidecar
 
 if TYPE_CHECKING:
-    from e2e.engines import Rig
+    from e2e.rig import Rig
 
 PREFILL_TIMEOUT_S = 6.0
 PULL_TIMEOUT_S = 2.0

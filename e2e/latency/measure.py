@@ -23,12 +23,13 @@ from typing import Any, Self
 import msgspec
 
 from e2e.bench.proxies import SPECS, NotReadyError, Place, Proxy, Spec
-from e2e.engines import HOST, PROMPT_TOKEN_SOURCES, Engine, Metrics, Rig, RigError
+from e2e.engines import HOST, PROMPT_TOKEN_SOURCES, Engine, Metrics, RigError
 from e2e.install import engine_python
 from e2e.latency import driver, public
 from e2e.latency.driver import Client, LoadError, Record, Run, Turn
 from e2e.latency.numbers import percentile
 from e2e.latency.scenarios import MODES, STREAM, Mode, Scenario, prompt
+from e2e.rig import Rig
 from e2e.rounds import turns
 from tests.ports import free_ports
 
@@ -37,10 +38,10 @@ MAX_BATCHED_TOKENS = 2048
 """One prompt of 2,000 tokens is one step of the engine: the whole pause that a prefill is."""
 DTYPE = "bfloat16"
 UCX_TLS = "self,sm,cma,tcp"
+"""Between engines of one machine memory is copied straight across: about half the time of TCP, under one load."""
 BLOCK_SIZE = 32
 """Tokens. The larger a block, the fewer pieces both cores copy, where no RDMA hardware does it: with 128 remote to
 nothing arriving was 1.40 (1.29 to 1.42) in three rounds, in place of 1.54."""
-"""Between engines of one machine memory is copied straight across: about half the time of TCP, under one load."""
 PROBE_TOKENS = 600
 """Of the request that shows that a way works: enough for `auto` to go remote."""
 PROBE_TIMEOUT_S = 60.0

@@ -16,9 +16,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from e2e.conftest import COMPLETIONS, ask, request_body, token_ids
-from e2e.engines import HOST, Engine, Rig
+from e2e.asking import COMPLETIONS, ask, request_body, token_ids
+from e2e.engines import HOST, Engine
 from e2e.pictures import panels, terminal
+from e2e.rig import Rig
 from tests.certificates import Authority
 from tests.chart import tools
 from tests.chart.prometheus import SELECT, Prometheus
