@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +15,16 @@ import anthropic
 import openai
 import pytest
 
-from e2e.conftest import (
-    ANSWER_TIMEOUT_S,
-    LEASE_S,
-    SOONER_THAN_A_LEASE_S,
-    Pair,
-    eventually,
-    free,
-    idle,
-    mended,
-    prompt,
-)
-from e2e.engines import HOST, Engine, Rig
+from e2e.asking import eventually, prompt
+from e2e.pair import LEASE_S, SOONER_THAN_A_LEASE_S, Pair, free, idle, paired
+from e2e.rig import Rig
 from e2e.test_same_answer import essence
-from tests.integration.sidecar import KEY
+from tests.libraries import ANTHROPIC, LIBRARIES, OPENAI, Library
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from e2e.engines import Engine
     from tests.integration.sidecar import Sidecar
 
 SCHEMA = {
@@ -64,8 +55,8 @@ def tools_rig() -> Iterator[Rig]:
 
 @pytest.fixture
 def pair(tools_rig: Rig) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield mended(Pair(tools_rig.prefill[0], tools_rig.decode[0], stack))
+    with paired(tools_rig.prefill[0], tools_rig.decode[0]) as pair:
+        yield pair
 
 
 @pytest.fixture
@@ -73,24 +64,6 @@ def sidecar(pair: Pair) -> Iterator[Sidecar]:
     sidecar = pair.serve()
     yield sidecar
     idle(sidecar)
-
-
-def openai_client(where: Sidecar | Engine) -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"http://{HOST}:{where.port}/v1",
-        api_key=KEY.removeprefix("Bearer "),
-        max_retries=0,
-        timeout=ANSWER_TIMEOUT_S,
-    )
-
-
-def anthropic_client(where: Sidecar | Engine) -> anthropic.Anthropic:
-    return anthropic.Anthropic(
-        base_url=f"http://{HOST}:{where.port}",
-        api_key=KEY.removeprefix("Bearer "),
-        max_retries=0,
-        timeout=ANSWER_TIMEOUT_S,
-    )
 
 
 # -- one call of each kind -------------------------------------------------------------------------------------
@@ -113,7 +86,7 @@ def chat(where: Sidecar | Engine, said: str, *, streamed: bool, **more: Any) -> 
         "temperature": 0,
         **more,
     }
-    with openai_client(where) as client:
+    with OPENAI.client(where.port) as client:
         if not streamed:
             return client.chat.completions.create(**body)
         with client.chat.completions.stream(**body, stream_options={"include_usage": True}) as stream:
@@ -130,7 +103,7 @@ def responses(where: Sidecar | Engine, said: str, *, streamed: bool, **more: Any
         "temperature": 0,
         **more,
     }
-    with openai_client(where) as client:
+    with OPENAI.client(where.port) as client:
         if not streamed:
             return client.responses.create(**body)
         with client.responses.stream(**body) as stream:
@@ -149,7 +122,7 @@ def messages(where: Sidecar | Engine, said: str, *, streamed: bool, **more: Any)
     }
     # The library knows no temperature any more, the engine does.
     body["extra_body"] = {"temperature": body.pop("temperature", 0)}
-    with anthropic_client(where) as client:
+    with ANTHROPIC.client(where.port) as client:
         if not streamed:
             return client.messages.create(**body)
         with client.messages.stream(**body) as stream:
@@ -294,7 +267,7 @@ def test_a_tools_answer_goes_back(pair: Pair, sidecar: Sidecar) -> None:
 
 def test_a_stored_response_is_decodes_alone(pair: Pair, sidecar: Sidecar) -> None:
     """What a turn refers to exists on one engine: its prompt is prefilled remotely, the next turn's is not."""
-    with openai_client(sidecar) as client, openai_client(pair.prefill) as prefill:
+    with OPENAI.client(sidecar.port) as client, OPENAI.client(pair.prefill.port) as prefill:
         common: dict[str, Any] = {"model": "tiny", "max_output_tokens": 16, "temperature": 0}
         first = client.responses.create(input=prompt(300), store=True, **common)
         assert sidecar.decisions()[0]["decision"] == "remote"
@@ -311,7 +284,7 @@ def test_a_stored_response_is_decodes_alone(pair: Pair, sidecar: Sidecar) -> Non
         assert second.usage is not None
         assert first.usage is not None
         assert second.usage.input_tokens > first.usage.input_tokens
-        with openai_client(pair.decode) as straight:
+        with OPENAI.client(pair.decode.port) as straight:
             again = straight.responses.create(input="And then?", previous_response_id=first.id, **common)
         assert second.output_text == again.output_text
         with pytest.raises(openai.NotFoundError):
@@ -368,22 +341,15 @@ LONG = 4000
 """Tokens that nobody waits for."""
 
 
-def _open_stream(client: Any, text: str) -> Any:
-    said = [{"role": "user", "content": text}]
-    if isinstance(client, anthropic.Anthropic):
-        return client.messages.create(model="tiny", messages=said, max_tokens=LONG, stream=True)
-    return client.chat.completions.create(
-        model="tiny", messages=said, max_tokens=LONG, stream=True, extra_body={"ignore_eos": True}
-    )
-
-
-@pytest.mark.parametrize("library", [openai_client, anthropic_client], ids=["openai", "anthropic"])
-def test_a_stream_that_is_closed_ends_the_work(
-    pair: Pair, sidecar: Sidecar, library: Callable[[Sidecar], Any]
-) -> None:
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+def test_a_stream_that_is_closed_ends_the_work(pair: Pair, sidecar: Sidecar, library: Library) -> None:
     free(pair.prefill, within_s=LEASE_S + 15)  # a decode engine that was not there has left blocks to the lease
     before = pair.decode.metrics().total("vllm:generation_tokens_total")
-    with library(sidecar) as client, _open_stream(client, prompt(300)) as stream:
+    more = {"extra_body": {"ignore_eos": True}} if library is OPENAI else {}
+    with (
+        library.client(sidecar.port) as client,
+        library.ask(client, prompt(300), model="tiny", max_tokens=LONG, stream=True, **more) as stream,
+    ):
         for _ in range(4):
             next(stream)
         assert pair.decode.metrics().total("vllm:num_requests_running") == 1

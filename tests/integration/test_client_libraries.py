@@ -7,8 +7,7 @@ library's own exceptions. (What they make of good answers is shown on real engin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -16,63 +15,22 @@ import openai
 import pytest
 
 from tests.engine import Fault
-from tests.integration.sidecar import KEY, MAX_BODY_BYTES, Rig, prompt, quick
+from tests.integration.sidecar import MAX_BODY_BYTES, Rig, prompt, quick
+from tests.libraries import ANTHROPIC, LIBRARIES, OPENAI, Library
 from tests.ports import free_ports
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 TOLD = "the engine's own words"
+REFUSALS = {
+    OPENAI: {"error": {"message": TOLD, "type": "Some", "param": None, "code": 1}},
+    ANTHROPIC: {"type": "error", "error": {"type": "some_error", "message": TOLD}},
+}
+"""An engine's error as each API has it."""
+every_library = pytest.mark.parametrize("library", LIBRARIES, ids=str)
 
 
-class Openai:
-    """Chat by `openai`."""
+def client_of(library: Library, rig: Rig) -> Any:
+    return library.client(rig.sidecar.port, {"x-prefiller-host-port": rig.target})
 
-    module: Any = openai
-    path = CHAT
-    body = {"error": {"message": TOLD, "type": "Some", "param": None, "code": 1}}  # noqa: RUF012
-
-    @staticmethod
-    @contextmanager
-    def client(rig: Rig, **headers: str) -> Iterator[Any]:
-        with openai.OpenAI(
-            base_url=f"http://127.0.0.1:{rig.sidecar.port}/v1",
-            api_key=KEY.removeprefix("Bearer "),
-            default_headers={"x-prefiller-host-port": rig.target, **headers},
-            max_retries=0,
-        ) as client:
-            yield client
-
-    @staticmethod
-    def ask(client: Any, text: str, **more: Any) -> Any:
-        said = [{"role": "user", "content": text}]
-        return client.chat.completions.create(model="sim", messages=said, max_tokens=8, **more)
-
-
-class Anthropic:
-    """Messages by `anthropic`."""
-
-    module: Any = anthropic
-    path = MESSAGES
-    body = {"type": "error", "error": {"type": "some_error", "message": TOLD}}  # noqa: RUF012
-
-    @staticmethod
-    @contextmanager
-    def client(rig: Rig, **headers: str) -> Iterator[Any]:
-        with anthropic.Anthropic(
-            base_url=f"http://127.0.0.1:{rig.sidecar.port}",
-            api_key=KEY.removeprefix("Bearer "),
-            default_headers={"x-prefiller-host-port": rig.target, **headers},
-            max_retries=0,
-        ) as client:
-            yield client
-
-    @staticmethod
-    def ask(client: Any, text: str, **more: Any) -> Any:
-        said = [{"role": "user", "content": text}]
-        return client.messages.create(model="sim", messages=said, max_tokens=8, **more)
-
-
-LIBRARIES = [Openai, Anthropic]
-Library = type[Openai] | type[Anthropic]
 
 STATUSES = {
     400: "BadRequestError",
@@ -94,7 +52,7 @@ def raised(call: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("status", STATUSES)
-@pytest.mark.parametrize("library", LIBRARIES)
+@every_library
 def test_what_an_engine_refuses(rigged: Callable[..., Rig], library: Library, status: int, streamed: bool) -> None:
     """Said by decode, as a local request shows it: the sidecar adds and takes nothing."""
     rig = rigged(*quick())
@@ -102,10 +60,10 @@ def test_what_an_engine_refuses(rigged: Callable[..., Rig], library: Library, st
     fault = Fault(
         status=status,
         headers=(("content-type", "application/json"), ("retry-after", "7")),
-        body=json.dumps(library.body).encode(),
+        body=json.dumps(REFUSALS[library]).encode(),
     )
     rig.decode.fault(fault, path=library.path)
-    with library.client(rig) as client:
+    with client_of(library, rig) as client:
         error = raised(lambda: library.ask(client, prompt(400), stream=streamed))
     assert isinstance(error, getattr(library.module, STATUSES[status]))
     assert error.status_code == status
@@ -114,45 +72,45 @@ def test_what_an_engine_refuses(rigged: Callable[..., Rig], library: Library, st
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
-@pytest.mark.parametrize("library", LIBRARIES)
+@every_library
 def test_what_prefill_refuses(rigged: Callable[..., Rig], library: Library, status: int) -> None:
     """The client's own mistake, found by prefill: decode is not asked."""
     rig = rigged(*quick())
     fault = Fault(
-        status=status, headers=(("content-type", "application/json"),), body=json.dumps(library.body).encode()
+        status=status, headers=(("content-type", "application/json"),), body=json.dumps(REFUSALS[library]).encode()
     )
     rig.prefill.fault(fault, path=library.path)
-    with library.client(rig) as client:
+    with client_of(library, rig) as client:
         error = raised(lambda: library.ask(client, prompt(400), stream=True))
     assert isinstance(error, getattr(library.module, STATUSES[status]))
     assert TOLD in error.message
     assert not rig.decoded()
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@every_library
 def test_a_target_that_nobody_allows(rigged: Callable[..., Rig], library: Library) -> None:
     rig = rigged(*quick())
     rig.target = "192.0.2.7:8000"
-    with library.client(rig) as client:
+    with client_of(library, rig) as client:
         error = raised(lambda: library.ask(client, prompt(400), stream=True))
     assert isinstance(error, library.module.PermissionDeniedError)
     assert "--prefill-allow" in error.message
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@every_library
 def test_a_prompt_that_is_too_large(rigged: Callable[..., Rig], library: Library) -> None:
     rig = rigged(*quick())
-    with library.client(rig) as client:
+    with client_of(library, rig) as client:
         error = raised(lambda: library.ask(client, "x" * (MAX_BODY_BYTES + 1)))
     assert error.status_code == 413
     assert "--max-body-bytes" in error.message
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@every_library
 def test_a_failed_prefill_where_the_policy_is_to_fail(rigged: Callable[..., Rig], library: Library) -> None:
     rig = rigged(*quick("fail"))
     rig.target = f"127.0.0.1:{free_ports()}"
-    with library.client(rig) as client:
+    with client_of(library, rig) as client:
         error = raised(lambda: library.ask(client, prompt(400), stream=True))
     assert isinstance(error, library.module.InternalServerError)
     assert error.status_code in (502, 503)
@@ -161,13 +119,13 @@ def test_a_failed_prefill_where_the_policy_is_to_fail(rigged: Callable[..., Rig]
     assert said["reason"] == "prefill_refused"
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@every_library
 def test_a_stream_that_breaks_off(rigged: Callable[..., Rig], library: Library) -> None:
     """Neither a clean end nor an exception of the transport's: one that says what happened."""
     rig = rigged(*quick())
     rig.decode.fault(Fault(cut_after_events=4), path=library.path)
     seen = []
-    with library.client(rig) as client:
+    with client_of(library, rig) as client:
         stream = library.ask(client, prompt(400), stream=True)
         with stream:
             error = raised(lambda: seen.extend(iter(stream)))
