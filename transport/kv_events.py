@@ -269,12 +269,25 @@ class KvEvents:
         What has arrived is followed first (for at most `SLICE_SECONDS`): events come at the end of an engine's
         step, as the next request does, and often in the same turn of the loop.
         """
-        if self._draining is not None:
-            self._draining.cancel()
-            self._drain()
+        self._follow_arrived()
         if not self.current:
             return None
         return self.index.cached_tokens(token_ids, lora_name=lora_name, cache_salt=cache_salt)
+
+    def first_held(self, blocks: Sequence[int]) -> int:
+        """Which of these blocks of a `chain` is the first that the engine holds, by its place among them; -1 for
+        none, and while the engine is not heard or something is missing."""
+        self._follow_arrived()
+        if self.current:
+            for place, block in enumerate(blocks):
+                if self.index.holds(block):
+                    return place
+        return -1
+
+    def _follow_arrived(self) -> None:
+        if self._draining is not None:
+            self._draining.cancel()
+            self._drain()
 
     async def close(self) -> None:
         """End all of it. Nothing waits for the network."""

@@ -145,14 +145,21 @@ def decide(
 
 def _auto(decision: Decision, api: Api, members: Fields, endpoints: Endpoints, rules: Rules) -> Decision:
     """What `auto` makes of a prompt that may go remote."""
-    tokens = decision.estimated_tokens
-    if tokens < rules.min_remote_tokens:
+    if decision.estimated_tokens < rules.min_remote_tokens:
         return _kept(decision, "short")
+    cached = 0
     # Ranks behind one port publish on ports of their own, and the first one's is heard: no other is known.
-    is_heard = decision.rank <= 0
-    cached = rules.cached_tokens(api, members) if decision.is_exact and is_heard else 0
+    if decision.rank <= 0:
+        if decision.is_exact:
+            cached = rules.cached_tokens(api, members)
+        elif (beginning := rules.beginning(api, members)) is not None:
+            cached = beginning.cached
+            # What was counted need not be estimated: its error alone could be more than what is new.
+            tokens = beginning.tokens + int(beginning.rest_bytes / rules.bytes_per_token(api))
+            decision = msgspec.structs.replace(decision, estimated_tokens=tokens)
+    tokens = decision.estimated_tokens
     if tokens - cached < rules.min_remote_tokens:
-        return _kept(decision, "cached", inputs=Inputs(tokens, cached))
+        return _kept(decision, "cached" if cached else "short", inputs=Inputs(tokens, cached))
     inputs, verdict = rules.weigh(tokens, cached, endpoints.least_tokens_in_flight(decision.candidates))
     if verdict.remote:
         return msgspec.structs.replace(decision, reason=verdict.reason, inputs=inputs, verdict=verdict)

@@ -4,13 +4,14 @@ Counts what is on its way, keeps the fits, and asks the prefix index. Holds no r
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from sidecar.decision.cost import Costs, Inputs, Verdict
 from sidecar.decision.shape import BYTES_PER_TOKEN
 from sidecar.decision.signals import Signals
+from sidecar.decision.texts import Texts
 from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import Fields
 
@@ -24,12 +25,48 @@ _decode_ids = msgspec.json.Decoder(list[int]).decode
 _decode_text = msgspec.json.Decoder(str).decode
 
 
+class Chains(Protocol):
+    """`transport.prefix_index.PrefixIndex`."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    def chain(
+        self, token_ids: Sequence[int], *, lora_name: str | None = None, cache_salt: str | None = None
+    ) -> Sequence[int]: ...
+
+    def lora_id(self, lora_name: str | None) -> int | None: ...
+
+
 class PrefixLookup(Protocol):
     """`transport.kv_events.KvEvents`."""
+
+    @property
+    def index(self) -> Chains: ...
 
     def cached_tokens(
         self, token_ids: Sequence[int], *, lora_name: str | None = None, cache_salt: str | None = None
     ) -> int | None: ...
+
+    def first_held(self, blocks: Sequence[int]) -> int: ...
+
+
+class Beginning(NamedTuple):
+    """What is known of a prompt of text that begins with one that was computed before."""
+
+    tokens: int
+    """Of that earlier prompt."""
+    rest_bytes: int
+    """Of what follows it, as JSON."""
+    cached: int
+    """Tokens at its start of which the decode engine holds the KV now."""
+
+
+class _Keys(NamedTuple):
+    """What else than its tokens tells a prompt's blocks from another's."""
+
+    lora_name: str | None
+    cache_salt: str | None
 
 
 class Rules:
@@ -52,6 +89,7 @@ class Rules:
         self.signals = Signals()
         self.costs = costs
         self.index = index
+        self._texts = Texts()
         self.local_ahead = 0
         """Prompt tokens sent to the decode engine without a handoff, of requests without a first byte."""
         self._now = now
@@ -67,26 +105,41 @@ class Rules:
     def cached_tokens(self, api: Api, members: Fields) -> int:
         """Prompt tokens of which the decode engine holds the KV, exactly, for a prompt of token ids; 0 if nothing
         is known. A few microseconds for a prompt that it does not know, about one for each block that it holds."""
-        if self.index is None:
+        keys = self._keys(members)
+        if self.index is None or keys is None:
             return 0
         prompt = bytes(members[api.prompt[0]])
         try:
             beginning = _decode_ids(_first(prompt, FIRST_IDS))
-            salt = _text(members.get("cache_salt"))
-            model = _text(members.get("model"))
-        except msgspec.MsgspecError:
-            return 0  # the engine refuses it
-        is_base = model is None or model in self.signals.model_names
-        if not is_base and not self.signals.model_names:
-            return 0  # nobody has told yet what the base model is called
-        lora_name = None if is_base else model
-        if not self.index.cached_tokens(beginning, lora_name=lora_name, cache_salt=salt):
-            return 0  # most prompts are new: not worth reading to their end
-        try:
+            if not self.index.cached_tokens(beginning, lora_name=keys.lora_name, cache_salt=keys.cache_salt):
+                return 0  # most prompts are new: not worth reading to their end
             ids = _decode_ids(prompt)
         except msgspec.MsgspecError:
-            return 0
-        return self.index.cached_tokens(ids, lora_name=lora_name, cache_salt=salt) or 0
+            return 0  # the engine refuses it
+        return self.index.cached_tokens(ids, lora_name=keys.lora_name, cache_salt=keys.cache_salt) or 0
+
+    def beginning(self, api: Api, members: Fields) -> Beginning | None:
+        """For a prompt of text, the longest prompt that it begins with and whose tokens are known; None if nothing
+        is known of it."""
+        if self.index is None or not len(self._texts) or (keys := self._keys(members)) is None:
+            return None
+        text = self._texts.find(api, members, self.index.index.lora_id(keys.lora_name))
+        if text is None:
+            return None
+        place = self.index.first_held(text.blocks)
+        rest_bytes = len(memoryview(members[api.prompt[0]])) - text.size_bytes
+        return Beginning(text.tokens, rest_bytes, text.block_tokens[place] if place >= 0 else 0)
+
+    def _keys(self, members: Fields) -> _Keys | None:
+        """None where the engine will refuse them, and while nobody has told what the base model is called."""
+        try:
+            salt, model = _text(members.get("cache_salt")), _text(members.get("model"))
+        except msgspec.MsgspecError:
+            return None
+        is_base = model is None or model in self.signals.model_names
+        if not is_base and not self.signals.model_names:
+            return None
+        return _Keys(None if is_base else model, salt)
 
     def weigh(self, tokens: int, cached: int, prefill_ahead: int) -> tuple[Inputs, Verdict]:
         """The rule for a prompt that no guard has kept here."""
@@ -114,6 +167,17 @@ class Rules:
         if low <= ratio <= high:
             known = self._bytes_per_token.get(api.name, BYTES_PER_TOKEN)
             self._bytes_per_token[api.name] = known + SMOOTHING * (ratio - known)
+
+    def learn_text(self, api: Api, members: Fields, token_ids: bytes) -> None:
+        """A prompt of text has these token ids, a JSON array. A millisecond for 32,000: not between a request and
+        its decision."""
+        if self.index is None or (keys := self._keys(members)) is None:
+            return
+        ids, index = _decode_ids(token_ids), self.index.index
+        chain = index.chain(ids, lora_name=keys.lora_name, cache_salt=keys.cache_salt)
+        if chain:
+            adapter = index.lora_id(keys.lora_name)
+            self._texts.remember(api, members, adapter, len(ids), chain, index.block_size)
 
     def began_here(self, tokens: int) -> int:
         """A prompt is sent to the decode engine to be computed; returns the tokens that it finds before it."""

@@ -1,10 +1,12 @@
 """What a finished request teaches the decision rules: only what can be told apart from queueing and generating."""
 
+from sidecar.connectors.connector import Handoff
 from sidecar.decision.guards import Kind
 from sidecar.decision.rules import Rules
-from sidecar.edge.service import Times
+from sidecar.edge.service import Service, Times
 from sidecar.exchange.apis import Api
 from sidecar.exchange.life import Exchange
+from sidecar.exchange.splice import Fields
 
 
 def learn(rules: Rules, api: Api, exchange: Exchange, times: Times, status: int, ahead: int) -> None:
@@ -26,3 +28,10 @@ def learn(rules: Rules, api: Api, exchange: Exchange, times: Times, status: int,
         costs.pulled(tokens - cached, seconds)
     elif decision.estimated_tokens and not ahead:
         costs.computed_here(decision.estimated_tokens - cached, cached, seconds)
+
+
+def learn_text(service: Service, api: Api, exchange: Exchange, handoff: Handoff | None, members: Fields) -> None:
+    """The decode engine has the prompt's KV: what its text was is worth remembering if `auto` has asked what is
+    cached, and will again. Done after the first token has gone out."""
+    if handoff is not None and handoff.token_ids and exchange.decision.inputs is not None:
+        service.loop.call_soon(service.rules.learn_text, api, members, handoff.token_ids)

@@ -158,7 +158,7 @@ class DecodeLeg(Leg):
         self, runner: "Runner", parts: Sequence[Buffer], handoff: Handoff | None, *, streams_body: bool
     ) -> None:
         super().__init__(runner, parts)
-        self._handoff = handoff
+        self.handoff = handoff
         self._streams_body = streams_body
         self._body_parts: list[bytes] = []
         self._sent = False
@@ -196,7 +196,7 @@ class DecodeLeg(Leg):
         connection.send(self, (*self._parts, *self._body_parts), is_head_request=is_head)
         self._body_parts.clear()
         self._sent = True
-        self._runner.decode_sent(self._handoff)
+        self._runner.decode_sent(self.handoff)
 
     def _needs_fresh_connection(self) -> bool:
         # What cannot be sent a second time is not sent on a connection that the engine may be closing.
@@ -204,7 +204,7 @@ class DecodeLeg(Leg):
 
     def _may_try_again(self) -> bool:
         # A handoff is never sent twice, and of a streamed body the first part is gone.
-        return self._handoff is None and not self._streams_body
+        return self.handoff is None and not self._streams_body
 
     def failed(self, fault: str, detail: str, untouched: bool) -> None:
         if self._connection is not None:
@@ -324,7 +324,7 @@ class DecodeLeg(Leg):
             self._held_pieces.clear()
 
     def _cached_tokens_filter(self, head: Head) -> CachedTokens | None:
-        handoff, api = self._handoff, self._runner.api
+        handoff, api = self.handoff, self._runner.api
         if handoff is None or handoff.cached_tokens is None or api is None or head.status != 200:
             return None
         if head.value(b"content-encoding") not in (b"", b"identity"):

@@ -15,7 +15,7 @@ from sidecar.decision.guards import Kind, decide
 from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
-from sidecar.edge.learning import learn
+from sidecar.edge.learning import learn, learn_text
 from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg
 from sidecar.edge.messages import read_body, to_client, to_decode, to_prefill
 from sidecar.edge.release import Release
@@ -393,6 +393,8 @@ class Runner:
         if not self._times.first_byte:
             self._times.first_byte = time.monotonic()
             self._end_here()
+            if self.api is not None and self._exchange is not None and isinstance(self._leg, DecodeLeg):
+                learn_text(self.service, self.api, self._exchange, self._leg.handoff, self._members)
 
     def _begin_here(self) -> None:
         assert self._exchange is not None

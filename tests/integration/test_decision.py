@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +16,9 @@ from tests.engine import Fault, ThreadedEngine
 from tests.integration.apis import CHAT, COMPLETIONS, GENERATE
 from tests.integration.sidecar import Sidecar, chat, completion, eventually
 from tests.ports import free_ports
+
+if TYPE_CHECKING:
+    from tests.integration.client import Answer
 
 BLOCK = 16
 MINIMUM = 256
@@ -87,6 +91,74 @@ def test_prefixes_that_decode_holds_stay_local(started: Started, path: str) -> N
     metrics = sidecar.metrics()
     assert metrics("kv_events_total", type="stored") > 0
     assert metrics("requests_total", reason="cached") > 20
+
+
+def said(*words: str) -> dict[str, Any]:
+    """A chat: the user's words and, in between, the assistant's."""
+    roles = "user", "assistant"
+    messages = [{"role": roles[turn % 2], "content": each} for turn, each in enumerate(words)]
+    return {"model": "sim", "messages": messages, "max_tokens": 8}
+
+
+def letters(tokens: int, draw: random.Random) -> str:
+    return "".join(draw.choices("abcdefghij ", k=4 * tokens))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_turns_of_a_chat_stay_where_their_beginning_is_held(started: Started, stream: bool) -> None:
+    """The first turn goes remote; of later ones only what is new counts, as the engine's own count shows."""
+    flags, options = events()
+    sidecar, _, decode = started(*flags, "--decision-rule", "static", **options)
+    draw = random.Random(8)
+
+    def ask(*words: str, **more: Any) -> Answer:
+        answer = sidecar.ask("POST", CHAT, {**said(*words), "stream": stream, **more})
+        assert answer.status == 200
+        return answer
+
+    ask(letters(600, draw))  # tells how long the engine's blocks are
+    eventually(lambda: sidecar.metrics()("prefix_index_blocks") > 0)
+    first = letters(1000, draw)
+    assert ask(first).decision.startswith("remote")
+    words = [first]
+    for _ in range(3):
+        words += [letters(10, draw), letters(40, draw)]
+        held = decode.counter("prefix_cache_hits_total")
+        assert ask(*words).decision == "local; reason=cached"
+        assert decode.counter("prefix_cache_hits_total") - held >= 990
+        record = sidecar.decisions()[0]
+        assert 970 <= record["inputs"]["cached"] <= 1010
+        assert record["inputs"]["tokens"] > 1010
+    assert ask(*words, letters(10, draw), letters(300, draw)).decision.startswith("remote"), "300 are new"
+    assert ask(letters(1000, draw), "", "and?").decision.startswith("remote"), "another chat"
+    assert ask(*words, cache_salt="mine").decision.startswith("remote"), "another cache"
+    assert ask(*words, chat_template_kwargs={"x": 1}).decision.startswith("remote"), "another prompt"
+    assert ask(*words, temperature=0.5, seed=3, user="me").decision == "local; reason=cached"
+
+
+def test_a_chat_that_decode_has_evicted_goes_remote(started: Started) -> None:
+    """A small cache: whatever stays local as cached was held, by the engine's own count."""
+    flags, options = events()
+    sidecar, _, decode = started(*flags, "--decision-rule", "static", num_blocks=200, **options)
+    draw = random.Random(9)
+    chats = [[letters(draw.randrange(600, 900), draw)] for _ in range(6)]
+    decisions = Counter[str]()
+    for _ in range(60):
+        words = draw.choice(chats)
+        before = decode.counter("prefix_cache_hits_total")
+        answer = sidecar.ask("POST", CHAT, said(*words))
+        assert answer.status == 200
+        decision = answer.decision.partition("; prefill")[0]
+        decisions[decision] += 1
+        if decision == "local; reason=cached":
+            inputs = sidecar.decisions()[0]["inputs"]
+            held = decode.counter("prefix_cache_hits_total") - before
+            assert inputs["cached"] <= held, "kept here for what is not here"
+            assert answer.json["usage"]["prompt_tokens"] - held < MINIMUM
+        if len(words) < 8:
+            words += [letters(4, draw), letters(20, draw)]
+    assert decisions["local; reason=cached"] >= 5
+    assert decisions["remote"] > 6, "evicted, and found so"
 
 
 def test_event_stream_cut(started: Started) -> None:

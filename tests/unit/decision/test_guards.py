@@ -17,10 +17,12 @@ from sidecar.exchange.apis import APIS, CHAT, COMPLETIONS, RESPONSES, Api
 from sidecar.exchange.splice import fields
 from sidecar.prefill.address import Address, AllowList
 from sidecar.prefill.endpoints import Endpoint, Endpoints
+from transport.prefix_index import PrefixIndex
 
 LISTED = b"10.0.0.5:8000"
 ALLOWED = b"10.1.0.1:8000"
 FOREIGN = b"10.9.9.9:80"
+BLOCK = 16
 
 
 class World:
@@ -256,9 +258,16 @@ class Held:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
+        self.index = PrefixIndex()
+        self.index.block_size = BLOCK
+        self.asked = 0
 
     def cached_tokens(self, token_ids: Sequence[int], **_: object) -> int:
         return min(self.tokens, len(token_ids))
+
+    def first_held(self, blocks: Sequence[int]) -> int:
+        self.asked += 1
+        return 0 if self.tokens else -1
 
 
 @pytest.mark.parametrize(
@@ -280,6 +289,78 @@ def test_what_decode_holds_is_not_computed_elsewhere(
     assert outcome(decision) == expected
     assert not decision.candidates or decision.kind is Kind.REMOTE
     assert outcome(world.decide(tokens=tokens, mode=Mode.ON)) == ("remote", "on")
+
+
+def turns(*words: str) -> dict[str, Any]:
+    """The messages of a chat, each said by the user."""
+    return {"messages": [{"role": "user", "content": each} for each in words]}
+
+
+FIRST = "word " * 1000
+"""A first turn that the prefill engine has counted: 1500 tokens, unlike what its bytes tell."""
+
+
+@pytest.fixture
+def talked(world: World) -> World:
+    world.rules.index = Held(1)
+    remembers(world, turns(FIRST))
+    return world
+
+
+def remembers(world: World, body: dict[str, Any]) -> None:
+    world.rules.learn_text(CHAT, fields(json.dumps(body).encode()), json.dumps([7] * 1500).encode())
+
+
+CACHED = (1500 - 16) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("new_bytes", "expected"),
+    [
+        (100, ("local", "cached")),
+        (800, ("local", "cached")),
+        (1100, ("remote", "long")),
+        (9000, ("remote", "long")),
+    ],
+)
+def test_what_decode_holds_of_a_chat_is_not_computed_elsewhere(
+    talked: World, new_bytes: int, expected: tuple[str, str]
+) -> None:
+    decision = talked.decide(api=CHAT, **turns(FIRST, "x" * new_bytes))
+    assert outcome(decision) == expected
+    assert decision.inputs is not None
+    assert decision.inputs.cached == CACHED
+    assert decision.inputs.tokens == decision.estimated_tokens
+    assert 1500 + new_bytes // 4 <= decision.inputs.tokens <= 1500 + (new_bytes + 50) // 4, "counted, not estimated"
+    assert outcome(talked.decide(api=CHAT, mode=Mode.ON, **turns(FIRST, "x" * new_bytes))) == ("remote", "on")
+
+
+def test_a_chat_that_decode_has_evicted_is_new_and_its_length_known(talked: World) -> None:
+    talked.rules.index = Held(0)
+    decision = talked.decide(api=CHAT, **turns(FIRST, "and?"))
+    assert outcome(decision) == ("remote", "long")
+    assert decision.inputs is not None
+    assert decision.inputs.cached == 0
+    assert 1500 < decision.estimated_tokens < 1520
+
+
+def test_a_chat_that_is_short_once_it_is_counted(world: World) -> None:
+    """Not cached: nothing of it is held."""
+    world = World(LISTED, minimum=2000)
+    world.rules.index = Held(1)
+    remembers(world, turns("word " * 3000))
+    world.rules.index = Held(0)
+    assert outcome(world.decide(api=CHAT, **turns("word " * 3000))) == ("local", "short")
+
+
+def test_another_chat_is_not_looked_up(talked: World) -> None:
+    assert outcome(talked.decide(api=CHAT, **turns("other " * 1000, "and?"))) == ("remote", "long")
+    assert isinstance(talked.rules.index, Held)
+    assert not talked.rules.index.asked
+
+
+def test_what_another_rank_holds_of_a_chat_is_not_known(talked: World) -> None:
+    assert outcome(talked.decide(api=CHAT, rank=1, **turns(FIRST, "and?"))) == ("remote", "long")
 
 
 def test_what_a_rank_holds_is_not_known_of_the_others(world: World) -> None:

@@ -11,7 +11,8 @@ from sidecar.decision.rules import FIRST_IDS, Rules
 from sidecar.decision.shape import BYTES_PER_TOKEN
 from sidecar.decision.signals import STALE_AFTER_S, Load, Signals, parse_load
 from sidecar.exchange.apis import CHAT, COMPLETIONS, GENERATE, Api
-from sidecar.exchange.splice import fields
+from sidecar.exchange.splice import Fields, fields
+from transport.prefix_index import BlockRemoved, BlockStored, PrefixIndex
 
 BASE = Load(2, 0, 0.5, frozenset({"base"}))
 
@@ -66,6 +67,7 @@ class Index:
     """A prefix lookup that holds every prompt to two thirds."""
 
     def __init__(self) -> None:
+        self.index = PrefixIndex()
         self.asked: list[tuple[str | None, str | None]] = []
         self.lengths: list[int] = []
         self.known = True
@@ -76,6 +78,9 @@ class Index:
         self.asked.append((lora_name, cache_salt))
         self.lengths.append(len(token_ids))
         return len(token_ids) * 2 // 3 if self.known else None
+
+    def first_held(self, blocks: Sequence[int]) -> int:
+        return next((place for place, block in enumerate(blocks) if self.index.holds(block)), -1)
 
 
 def rules(index: Index | None = None, costs: Costs | None = None) -> Rules:
@@ -134,6 +139,104 @@ def test_a_new_prompt_is_not_read_to_its_end(count: int) -> None:
 def test_what_is_broken_behind_its_beginning_is_the_engines_to_refuse() -> None:
     prompt = [*range(FIRST_IDS), "x"]
     assert rules(Index()).cached_tokens(COMPLETIONS, fields(json.dumps({"prompt": prompt}).encode())) == 0
+
+
+# -- prompts of text -----------------------------------------------------------------------------------------
+
+BLOCK = 16
+
+
+def stored(index: Index, ids: list[int], *, hashes: int = 1, lora_id: int | None = None, salt: str = "") -> None:
+    """The engine's event for a prompt's whole blocks, whose hashes count up from `hashes`."""
+    count = len(ids) // BLOCK
+    lora = "adapter" if lora_id is not None else None
+    keys: list[list[Any] | None] = [
+        [*([lora] if lora else []), *([salt] if salt and not n else [])] for n in range(count)
+    ]
+    index.index.apply(
+        BlockStored(
+            list(range(hashes, hashes + count)),
+            None,
+            ids[: count * BLOCK],
+            BLOCK,
+            lora_id=lora_id,
+            lora_name=lora,
+            extra_keys=[key or None for key in keys],
+            medium="GPU",
+            kv_cache_spec_kind="full_attention",
+        )
+    )
+
+
+def said(*words: str, **more: Any) -> Fields:
+    messages = [{"role": "user", "content": each} for each in words]
+    return fields(json.dumps({"messages": messages, **more}).encode())
+
+
+LONG = "word " * 400
+
+
+def test_a_chat_is_cached_as_far_as_its_blocks_are_held() -> None:
+    index, ids = Index(), list(range(1000, 1400))
+    made = rules(index)
+    stored(index, ids)
+    made.learn_text(CHAT, said(LONG), json.dumps(ids).encode())
+    found = made.beginning(CHAT, said(LONG, "and?"))
+    assert found is not None
+    assert found.tokens == 400
+    assert found.cached == 24 * BLOCK, "of 25 blocks the last may be the template's"
+    assert found.rest_bytes == len(b', {"role": "user", "content": "and?"}]')
+    for held in range(24, -1, -1):
+        index.index.apply(BlockRemoved([held + 1], "GPU"))  # as the engine does it: from behind
+        again = made.beginning(CHAT, said(LONG, "and?"))
+        assert again is not None
+        assert again.cached == held // 6 * 6 * BLOCK, "never more than is held, and by quarters no less"
+
+
+def test_a_prompt_of_one_block_is_not_worth_it() -> None:
+    index, ids = Index(), list(range(1000, 1030))
+    made = rules(index)
+    stored(index, ids)
+    made.learn_text(CHAT, said("word " * 30), json.dumps(ids).encode())
+    assert made.beginning(CHAT, said("word " * 30, "and?")) is None
+
+
+def test_salt_and_adapter_tell_texts_apart() -> None:
+    index, ids = Index(), list(range(1000, 1400))
+    made = rules(index)
+    stored(index, ids, salt="s")
+    made.learn_text(CHAT, said(LONG, cache_salt="s"), json.dumps(ids).encode())
+    found = made.beginning(CHAT, said(LONG, "and?", cache_salt="s"))
+    assert found is not None
+    assert found.cached == 24 * BLOCK
+    assert made.beginning(CHAT, said(LONG, "and?", cache_salt="t")) is None
+    assert made.beginning(CHAT, said(LONG, "and?")) is None
+    assert made.beginning(CHAT, said(LONG, "and?", cache_salt="s", model="adapter")) is None
+
+
+def test_an_adapter_that_is_loaded_anew_has_computed_nothing() -> None:
+    index, ids = Index(), list(range(1000, 1400))
+    made = rules(index)
+    learnt = json.dumps(ids).encode()
+    made.learn_text(CHAT, said(LONG, model="adapter"), learnt)
+    assert made.beginning(CHAT, said(LONG, model="adapter")) is None, "nobody has told which adapter this is"
+    stored(index, ids, lora_id=1)
+    made.learn_text(CHAT, said(LONG, model="adapter"), learnt)
+    found = made.beginning(CHAT, said(LONG, "and?", model="adapter"))
+    assert found is not None
+    assert found.cached == 24 * BLOCK
+    stored(index, [5] * 16, hashes=500, lora_id=2)
+    assert made.beginning(CHAT, said(LONG, "and?", model="adapter")) is None
+
+
+def test_texts_without_an_index_are_not_remembered() -> None:
+    made = rules()
+    made.learn_text(CHAT, said(LONG), b"[1,2,3]")
+    assert made.beginning(CHAT, said(LONG)) is None
+    early = rules(Index())
+    early.learn_text(CHAT, said(LONG), json.dumps(list(range(400))).encode())
+    assert early.beginning(CHAT, said(LONG)) is None, "nobody has told how long a block is"
+    assert early.beginning(CHAT, said(LONG, model=7)) is None
 
 
 def test_unknown_is_not_cached() -> None:
