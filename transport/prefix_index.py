@@ -8,7 +8,7 @@ v1/core/block_pool.py). Whatever can't be known is taken as not cached.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -58,6 +58,60 @@ class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+class Follow:
+    """What the engine stores behind known blocks of one prompt while a request runs that goes on from there."""
+
+    __slots__ = ("_known", "_left", "_places", "attached", "branches", "lost", "path")
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        """`blocks`: consecutive ones of a chain."""
+        self._known = {block: place for place, block in enumerate(blocks)}
+        self._places: dict[int, int] = {}
+        """Of the new ones in `path`."""
+        self._left: set[int] = set()
+        """New ones that are in it no more."""
+        self.attached = -1
+        """Behind which of the known blocks new ones came, by its place among them; -1: none have come."""
+        self.path: array[int] = array("Q")
+        """The new ones, each behind the one before; where two prompts went on from one block, the later one's."""
+        self.branches = 0
+        """How often that was."""
+        self.lost = False
+        """All was forgotten."""
+
+    @property
+    def watched(self) -> Iterable[int]:
+        """Blocks behind which the next one may come."""
+        return (*self._known, *self._places, *self._left)
+
+    def grew(self, parent: int, blocks: Sequence[int]) -> Sequence[int]:
+        """These were stored behind `parent`, a watched one. Returns those that have to be watched from now on."""
+        at = 0
+        while at < len(blocks) and (blocks[at] in self._known or blocks[at] in self._places):  # told again
+            parent = blocks[at]
+            at += 1
+        new = [block for block in blocks[at:] if block not in self._left]
+        if not new:
+            return new
+        if parent in self._left:  # the earlier one goes on
+            self.branches += 1
+            self._left.update(new)
+            return new
+        keep = self._places[parent] + 1 if parent in self._places else 0
+        if keep < len(self.path):
+            self.branches += 1
+            for block in self.path[keep:]:
+                del self._places[block]
+                self._left.add(block)
+            del self.path[keep:]
+        if not keep:
+            self.attached = self._known[parent]
+        for block in new:
+            self._places[block] = len(self.path)
+            self.path.append(block)
+        return new
+
+
 class PrefixIndex:
     """One engine's (one data-parallel rank's) cache. Costs about 60 bytes a block."""
 
@@ -72,6 +126,8 @@ class PrefixIndex:
         """Engine hash -> own chain value."""
         self._held = U64Set()
         """Own chain values that are held."""
+        self._follows: dict[int, list[Follow]] = {}
+        """By the blocks that they watch."""
         self._group: int | None = None
         self._lora_ids: dict[str, int | None] = {}
         """The adapter that a LoRA name stands for. Its path is part of the engine's hashes, but not of its events;
@@ -86,6 +142,10 @@ class PrefixIndex:
         self._own_of.clear()
         self._held.clear()
         self.counts["cleared"] += 1
+        for follows in self._follows.values():
+            for follow in follows:
+                follow.lost = True
+        self._follows.clear()
 
     def apply(self, event: Event) -> None:
         """Follow one event, in the order of their sequence numbers."""
@@ -126,6 +186,32 @@ class PrefixIndex:
         blocks from behind, takes what was freed first, and evicts with a broken block what follows it (vLLM 0.32
         v1/core/single_type_kv_cache_manager.py `free`, block_pool.py `free_blocks`, sched/scheduler.py)."""
         return block in self._held
+
+    def follow(self, blocks: Sequence[int]) -> Follow:
+        """Watch what is stored behind these consecutive blocks of a `chain`, until `unfollow`."""
+        follow = Follow(blocks)
+        for block in follow.watched:
+            self._watch(block, follow)
+        return follow
+
+    def unfollow(self, follow: Follow) -> None:
+        for block in follow.watched:
+            self._unwatch(block, follow)
+
+    def _watch(self, block: int, follow: Follow) -> None:
+        self._follows.setdefault(block, []).append(follow)
+
+    def _unwatch(self, block: int, follow: Follow) -> None:
+        follows = self._follows.get(block)
+        if follows is not None and follow in follows:
+            follows.remove(follow)
+            if not follows:
+                del self._follows[block]
+
+    def _tell(self, parent: int, blocks: Sequence[int]) -> None:
+        for follow in tuple(self._follows[parent]):
+            for block in follow.grew(parent, blocks):
+                self._watch(block, follow)
 
     def lora_id(self, lora_name: str | None) -> int | None:
         """Which of the adapters that had this name counts, as far as events have told; None for the base model."""
@@ -176,6 +262,8 @@ class PrefixIndex:
             return
         width = event.block_size * _TOKEN_BYTES
         extras = self._extras(event)
+        parent, is_followed = own, own in self._follows
+        told: list[int] = []
         for block, block_hash in enumerate(event.block_hashes):
             extra = extras[block] if block < len(extras) else b""
             own = _link(own, tokens[block * width : (block + 1) * width], extra)
@@ -185,7 +273,11 @@ class PrefixIndex:
                 return
             self._own_of.put(_name(block_hash, event.group_idx), own)
             self._held.add(own)
+            if is_followed:
+                told.append(own)
         self.counts["stored"] += count
+        if is_followed:
+            self._tell(parent, told)
 
     def _extras(self, event: BlockStored) -> list[bytes]:
         if event.lora_name is None:

@@ -402,6 +402,8 @@ def _decision_record(
         record["detail"] = decision.detail
     if decision.inputs is not None:
         record["inputs"] = msgspec.to_builtins(decision.inputs)
+    if decision.known is not None and decision.known.answer:
+        record["cached_answer_tokens"] = decision.known.answer
     if decision.verdict is not None:
         record["predicted"] = msgspec.to_builtins(decision.verdict)
     if decision.candidates:

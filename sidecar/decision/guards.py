@@ -18,6 +18,7 @@ from sidecar.decision.shape import (
     media_in,
     prompt_bytes,
 )
+from sidecar.decision.turns import Known
 from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import Fields
 from sidecar.prefill.address import BadAddress
@@ -65,6 +66,8 @@ class Decision(msgspec.Struct, frozen=True):
     conversation: int = 0
     """Prompts with the same number begin alike, so that one endpoint may hold their KV; 0 where none is chosen by
     us."""
+    known: Known | None = None
+    """What is known of a prompt of text, where `auto` has asked."""
     inputs: Inputs | None = None
     verdict: Verdict | None = None
     """Of the rule, where no guard had decided."""
@@ -152,11 +155,10 @@ def _auto(decision: Decision, api: Api, members: Fields, endpoints: Endpoints, r
     if decision.rank <= 0:
         if decision.is_exact:
             cached = rules.cached_tokens(api, members)
-        elif (beginning := rules.beginning(api, members)) is not None:
-            cached = beginning.cached
+        elif (known := rules.known(api, members)) is not None:
+            cached = known.cached
             # What was counted need not be estimated: its error alone could be more than what is new.
-            tokens = beginning.tokens + int(beginning.rest_bytes / rules.bytes_per_token(api))
-            decision = msgspec.structs.replace(decision, estimated_tokens=tokens)
+            decision = msgspec.structs.replace(decision, estimated_tokens=known.tokens, known=known)
     tokens = decision.estimated_tokens
     if tokens - cached < rules.min_remote_tokens:
         return _kept(decision, "cached" if cached else "short", inputs=Inputs(tokens, cached))

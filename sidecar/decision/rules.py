@@ -11,9 +11,10 @@ import msgspec
 from sidecar.decision.cost import Costs, Inputs, Verdict
 from sidecar.decision.shape import BYTES_PER_TOKEN
 from sidecar.decision.signals import Signals
-from sidecar.decision.texts import Texts
+from sidecar.decision.turns import Known, Turn, Turns
 from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import Fields
+from transport.prefix_index import PrefixIndex
 
 BYTES_PER_TOKEN_BOUNDS = (1.0, 16.0)
 """Outside of these a prompt is not mainly text (a data URL, say) and teaches nothing about text."""
@@ -25,41 +26,17 @@ _decode_ids = msgspec.json.Decoder(list[int]).decode
 _decode_text = msgspec.json.Decoder(str).decode
 
 
-class Chains(Protocol):
-    """`transport.prefix_index.PrefixIndex`."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    def chain(
-        self, token_ids: Sequence[int], *, lora_name: str | None = None, cache_salt: str | None = None
-    ) -> Sequence[int]: ...
-
-    def lora_id(self, lora_name: str | None) -> int | None: ...
-
-
 class PrefixLookup(Protocol):
     """`transport.kv_events.KvEvents`."""
 
     @property
-    def index(self) -> Chains: ...
+    def index(self) -> PrefixIndex: ...
 
     def cached_tokens(
         self, token_ids: Sequence[int], *, lora_name: str | None = None, cache_salt: str | None = None
     ) -> int | None: ...
 
     def first_held(self, blocks: Sequence[int]) -> int: ...
-
-
-class Beginning(NamedTuple):
-    """What is known of a prompt of text that begins with one that was computed before."""
-
-    tokens: int
-    """Of that earlier prompt."""
-    rest_bytes: int
-    """Of what follows it, as JSON."""
-    cached: int
-    """Tokens at its start of which the decode engine holds the KV now."""
 
 
 class _Keys(NamedTuple):
@@ -89,7 +66,7 @@ class Rules:
         self.signals = Signals()
         self.costs = costs
         self.index = index
-        self._texts = Texts()
+        self._turns = Turns(index.index, index.first_held) if index is not None else None
         self.local_ahead = 0
         """Prompt tokens sent to the decode engine without a handoff, of requests without a first byte."""
         self._now = now
@@ -118,17 +95,11 @@ class Rules:
             return 0  # the engine refuses it
         return self.index.cached_tokens(ids, lora_name=keys.lora_name, cache_salt=keys.cache_salt) or 0
 
-    def beginning(self, api: Api, members: Fields) -> Beginning | None:
-        """For a prompt of text, the longest prompt that it begins with and whose tokens are known; None if nothing
-        is known of it."""
-        if self.index is None or not len(self._texts) or (keys := self._keys(members)) is None:
+    def known(self, api: Api, members: Fields) -> Known | None:
+        """What is known of a prompt of text that begins with an earlier one; None if it begins with none."""
+        if self._turns is None or (keys := self._keys(members)) is None:
             return None
-        text = self._texts.find(api, members, self.index.index.lora_id(keys.lora_name))
-        if text is None:
-            return None
-        place = self.index.first_held(text.blocks)
-        rest_bytes = len(memoryview(members[api.prompt[0]])) - text.size_bytes
-        return Beginning(text.tokens, rest_bytes, text.block_tokens[place] if place >= 0 else 0)
+        return self._turns.find(api, members, keys.lora_name, self.bytes_per_token(api))
 
     def _keys(self, members: Fields) -> _Keys | None:
         """None where the engine will refuse them, and while nobody has told what the base model is called."""
@@ -168,16 +139,17 @@ class Rules:
             known = self._bytes_per_token.get(api.name, BYTES_PER_TOKEN)
             self._bytes_per_token[api.name] = known + SMOOTHING * (ratio - known)
 
-    def learn_text(self, api: Api, members: Fields, token_ids: bytes) -> None:
-        """A prompt of text has these token ids, a JSON array. A millisecond for 32,000: not between a request and
-        its decision."""
-        if self.index is None or (keys := self._keys(members)) is None:
-            return
-        ids, index = _decode_ids(token_ids), self.index.index
-        chain = index.chain(ids, lora_name=keys.lora_name, cache_salt=keys.cache_salt)
-        if chain:
-            adapter = index.lora_id(keys.lora_name)
-            self._texts.remember(api, members, adapter, len(ids), chain, index.block_size)
+    def begin_turn(self, api: Api, members: Fields, known: Known | None, token_ids: bytes) -> Turn | None:
+        """A chat is sent to the decode engine. `token_ids`: a JSON array, b"" if prefill has not told them. A
+        millisecond for 32,000: not between a request and its decision. None if nothing is to be learnt of it."""
+        if self._turns is None or (keys := self._keys(members)) is None:
+            return None
+        return self._turns.begin(api, members, known, token_ids, keys.lora_name, keys.cache_salt)
+
+    def close_turn(self, turn: Turn) -> None:
+        """`LATE_S` after its answer has ended."""
+        if self._turns is not None:
+            self._turns.close(turn)
 
     def began_here(self, tokens: int) -> int:
         """A prompt is sent to the decode engine to be computed; returns the tokens that it finds before it."""

@@ -1,12 +1,14 @@
 """Prompts of text whose blocks are known, so that a later prompt that begins with one is known as far. Pure.
 
-What is kept of a prompt is a keyed hash of its bytes, how many tokens it had, and the names of four of its blocks;
+What is kept of a prompt is a keyed hash of its bytes, how many tokens it had, and the names of some of its blocks;
 no text, no ids. Whether the engine holds such a block is another's business, and so is where the names come from.
 """
 
 import re
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,8 +16,13 @@ from sidecar.decision.shape import conversation
 from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import Fields
 
-PROMPTS_MAX = 8192
-"""About 4 MB. An engine with room for a million tokens holds as many prompts of 128."""
+PROMPTS_MAX = 4096
+"""4 to 8 MB. An engine with room for a million tokens holds as many prompts of 256."""
+FRAMES_MAX = 1024
+PATH_BLOCKS_MAX = 128
+"""Of an answer that are kept."""
+MISSES_MAX = 2
+"""So often in a row a prompt may not begin with the tokens of one that its text begins with."""
 PROMPTS_OF_A_BEGINNING_MAX = 64
 """Turns and forks of one conversation; those that were of use last are kept."""
 PROMPT_BYTES_MAX = 4 * 2**20
@@ -48,7 +55,7 @@ SHAPES_NO_PROMPT = frozenset(
 counts: of one that is not known here nobody can say what a template makes of it."""
 
 
-class Text(msgspec.Struct, frozen=True, gc=False):
+class Text(msgspec.Struct, gc=False):
     """One prompt."""
 
     size_bytes: int
@@ -60,8 +67,47 @@ class Text(msgspec.Struct, frozen=True, gc=False):
     tokens: int
     blocks: tuple[int, ...]
     """The last block that is the same in a longer prompt, then others towards the beginning."""
-    block_tokens: tuple[int, ...]
-    """How many tokens the prompt has up to the end of each."""
+    places: tuple[int, ...]
+    """How many blocks the prompt has up to each, itself included."""
+    path: "array[int]"
+    """Consecutive blocks from `blocks[0]` on, into the answer as far as that is known."""
+    is_forked: bool = False
+    """Blocks may follow these that nobody has told of."""
+
+
+class Where(NamedTuple):
+    """Among what a prompt is looked for."""
+
+    frame: int
+    """Hash of all that shapes it besides the messages."""
+    beginning: int
+    """The same with what a conversation's turns have in common from the first one on."""
+
+
+class Key(NamedTuple):
+    """What a prompt is remembered under."""
+
+    where: Where
+    size_bytes: int
+    end: int
+    whole: int
+
+
+class Standing(msgspec.Struct, gc=False):
+    """What prompts of one frame have shown: templates differ in what they make of the same messages later."""
+
+    misses: int = 0
+    """In a row: the tokens were others, though the text was the same."""
+    answers: bool = False
+    """The last answer that came back among the messages was found to be the tokens that had been generated."""
+
+    @property
+    def is_trusted(self) -> bool:
+        return self.misses < MISSES_MAX
+
+    def saw(self, same: bool) -> None:
+        """A prompt had the tokens of the one that its text began with, or others."""
+        self.misses = 0 if same else self.misses + 1
 
 
 class Texts:
@@ -71,18 +117,23 @@ class Texts:
         self._prompts_max = prompts_max
         self._of_beginning: OrderedDict[int, list[Text]] = OrderedDict()
         """By what conversations have in common from their first turn on; in a list the longest use is behind."""
+        self._standings: OrderedDict[int, Standing] = OrderedDict()
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def find(self, api: Api, members: Fields, adapter: int | None) -> Text | None:
+    def where(self, api: Api, members: Fields, adapter: int | None) -> Where | None:
+        """Among what a prompt is to be looked for; None if it has too many members. `adapter`: the LoRA adapter's
+        number, None for none."""
+        frame = _frame(api, members, adapter)
+        return Where(frame, hash((frame, conversation(api, members)))) if frame is not None else None
+
+    def find(self, where: Where, api: Api, members: Fields) -> tuple[Text, Standing] | None:
         """The longest prompt that this one begins with: the same messages, byte for byte, and perhaps more behind
-        them; every other member that shapes a prompt the same. `adapter`: the LoRA adapter's number, None for none.
-        Costs what hashing the prompt once does, and next to nothing where none begins alike."""
-        if not self._count or (frame := _frame(api, members, adapter)) is None:
-            return None
-        beginning = hash((frame, conversation(api, members)))
+        them; every other member that shapes a prompt the same. Costs what hashing the prompt once does, and next to
+        nothing where none begins alike."""
+        frame, beginning = where
         known = self._of_beginning.get(beginning)
         if known is None:
             return None
@@ -101,50 +152,61 @@ class Texts:
                 known.remove(text)
                 known.append(text)
                 self._of_beginning.move_to_end(beginning)
-                return text
+                return text, self.standing(frame)
         return None
 
-    def remember(
-        self, api: Api, members: Fields, adapter: int | None, tokens: int, chain: Sequence[int], block_size: int
-    ) -> None:
-        """This prompt had so many tokens, and its whole blocks have these names."""
-        frame = _frame(api, members, adapter)
+    def key(self, api: Api, members: Fields, adapter: int | None) -> Key | None:
+        """What this prompt is remembered under; None if it is too much, or no list of messages."""
         prompt = bytes(memoryview(members[api.prompt[0]])[: PROMPT_BYTES_MAX + 1])
-        if frame is None or not prompt.endswith(b"]") or len(prompt) > PROMPT_BYTES_MAX:
-            return
-        places = _places(min((tokens - TEMPLATE_END_TOKENS) // block_size, len(chain)))
-        if not places:
-            return
+        if not prompt.endswith(b"]") or len(prompt) > PROMPT_BYTES_MAX:
+            return None
+        where = self.where(api, members, adapter)
+        if where is None:
+            return None
         messages = prompt[:-1].rstrip(b" \t\r\n")
-        text = Text(
-            len(messages),
-            hash(messages[-_END_BYTES:]),
-            hash((frame, messages)),
-            tokens,
-            tuple(chain[place - 1] for place in places),
-            tuple(place * block_size for place in places),
-        )
-        beginning = hash((frame, conversation(api, members)))
-        known = self._of_beginning.setdefault(beginning, [])
+        return Key(where, len(messages), hash(messages[-_END_BYTES:]), hash((where.frame, messages)))
+
+    def standing(self, frame: int) -> Standing:
+        standing = self._standings.get(frame)
+        if standing is None:
+            standing = self._standings[frame] = Standing()
+        self._standings.move_to_end(frame)
+        if len(self._standings) > FRAMES_MAX:
+            self._standings.popitem(last=False)
+        return standing
+
+    def remember(
+        self, key: Key, tokens: int, blocks: Sequence[int], places: Sequence[int], path: Sequence[int]
+    ) -> Text:
+        """A prompt had so many tokens; see `Text` for its blocks."""
+        kept = array("Q", path[:PATH_BLOCKS_MAX])
+        text = Text(key.size_bytes, key.end, key.whole, tokens, tuple(blocks), tuple(places), kept)
+        known = self._of_beginning.setdefault(key.where.beginning, [])
         before = len(known)
         known[:] = [one for one in known if one.whole != text.whole or one.size_bytes != text.size_bytes]
         known.append(text)
         del known[:-PROMPTS_OF_A_BEGINNING_MAX]
         self._count += len(known) - before
-        self._of_beginning.move_to_end(beginning)
+        self._of_beginning.move_to_end(key.where.beginning)
         while self._count > self._prompts_max:
             _, gone = self._of_beginning.popitem(last=False)
             self._count -= len(gone)
+        return text
 
 
 def _size_bytes(text: Text) -> int:
     return text.size_bytes
 
 
-def _places(blocks: int) -> list[int]:
+def last_place(tokens: int, block_size: int) -> int:
+    """How many whole blocks of a prompt of so many tokens are the same in a longer one."""
+    return max(tokens - TEMPLATE_END_TOKENS, 0) // block_size
+
+
+def quarters(blocks: int) -> list[int]:
     """Of so many blocks the last one, and those at three, two and one quarter: what is left of a prompt that the
     engine is about to forget from its end."""
-    return sorted({blocks * quarters // 4 for quarters in (4, 3, 2, 1)} - {0}, reverse=True) if blocks > 0 else []
+    return sorted({blocks * quarter // 4 for quarter in (4, 3, 2, 1)} - {0}, reverse=True)
 
 
 def _frame(api: Api, members: Fields, adapter: int | None) -> int | None:

@@ -1,12 +1,13 @@
 """What a finished request teaches the decision rules: only what can be told apart from queueing and generating."""
 
-from sidecar.connectors.connector import Handoff
+import re
+
 from sidecar.decision.guards import Kind
 from sidecar.decision.rules import Rules
+from sidecar.decision.turns import LATE_S, Turn
 from sidecar.edge.service import Service, Times
 from sidecar.exchange.apis import Api
 from sidecar.exchange.life import Exchange
-from sidecar.exchange.splice import Fields
 
 
 def learn(rules: Rules, api: Api, exchange: Exchange, times: Times, status: int, ahead: int) -> None:
@@ -30,8 +31,14 @@ def learn(rules: Rules, api: Api, exchange: Exchange, times: Times, status: int,
         costs.computed_here(decision.estimated_tokens - cached, cached, seconds)
 
 
-def learn_text(service: Service, api: Api, exchange: Exchange, handoff: Handoff | None, members: Fields) -> None:
-    """The decode engine has the prompt's KV: what its text was is worth remembering if `auto` has asked what is
-    cached, and will again. Done after the first token has gone out."""
-    if handoff is not None and handoff.token_ids and exchange.decision.inputs is not None:
-        service.loop.call_soon(service.rules.learn_text, api, members, handoff.token_ids)
+def end_turn(service: Service, turn: Turn, tail: bytes, status: int, *, is_stream: bool) -> None:
+    """Its answer has ended. `tail`: the last bytes of it; a whole answer counts its prompt there."""
+    counted = None if is_stream else _PROMPT_TOKENS.search(tail, max(len(tail) - _USAGE_BYTES, 0))
+    turn.ended(int(counted.group(1)) if counted is not None else 0, ok=status == 200)
+    service.loop.call_later(LATE_S, service.rules.close_turn, turn)
+
+
+_USAGE_BYTES = 4096
+"""At an answer's end, in which usage stands."""
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens": ?([0-9]{1,9})')
+"""Within a string its quotes would be escaped."""

@@ -158,7 +158,7 @@ class DecodeLeg(Leg):
         self, runner: "Runner", parts: Sequence[Buffer], handoff: Handoff | None, *, streams_body: bool
     ) -> None:
         super().__init__(runner, parts)
-        self.handoff = handoff
+        self._handoff = handoff
         self._streams_body = streams_body
         self._body_parts: list[bytes] = []
         self._sent = False
@@ -169,7 +169,7 @@ class DecodeLeg(Leg):
         self._relaying = False
         self._write: Callable[[bytes, Sequence[bytes]], None] = self._write_raw
         self._filter: CachedTokens | None = None
-        self._tail = b""
+        self.tail = b""
         """The end of what was sent on, to tell whether an event was cut."""
         self._written = 0
         """Pieces of the answer that the client got: tokens, nearly always."""
@@ -196,7 +196,7 @@ class DecodeLeg(Leg):
         connection.send(self, (*self._parts, *self._body_parts), is_head_request=is_head)
         self._body_parts.clear()
         self._sent = True
-        self._runner.decode_sent(self.handoff)
+        self._runner.decode_sent(self._handoff)
 
     def _needs_fresh_connection(self) -> bool:
         # What cannot be sent a second time is not sent on a connection that the engine may be closing.
@@ -204,7 +204,7 @@ class DecodeLeg(Leg):
 
     def _may_try_again(self) -> bool:
         # A handoff is never sent twice, and of a streamed body the first part is gone.
-        return self.handoff is None and not self._streams_body
+        return self._handoff is None and not self._streams_body
 
     def failed(self, fault: str, detail: str, untouched: bool) -> None:
         if self._connection is not None:
@@ -324,7 +324,7 @@ class DecodeLeg(Leg):
             self._held_pieces.clear()
 
     def _cached_tokens_filter(self, head: Head) -> CachedTokens | None:
-        handoff, api = self.handoff, self._runner.api
+        handoff, api = self._handoff, self._runner.api
         if handoff is None or handoff.cached_tokens is None or api is None or head.status != 200:
             return None
         if head.value(b"content-encoding") not in (b"", b"identity"):
@@ -340,7 +340,7 @@ class DecodeLeg(Leg):
         client.write((raw,))
         self._runner.first_byte()
         if pieces:
-            self._tail = pieces[-1]
+            self.tail = pieces[-1]
         self._shorten(self._relay_chunk)
 
     def _shorten(self, relay: Callable[[bytes], None]) -> None:
@@ -353,7 +353,7 @@ class DecodeLeg(Leg):
     def _relay_chunk(self, raw: bytes) -> None:
         transport = self._to_client
         if transport is not None and not transport.is_closing():  # uvloop raises for a closed one
-            self._tail = raw
+            self.tail = raw
             self._written += 1
             transport.write(raw)
 
@@ -371,7 +371,7 @@ class DecodeLeg(Leg):
         if pieces and client is not None:
             client.write(pieces)
             self._runner.first_byte()
-            self._tail = pieces[-1]
+            self.tail = pieces[-1]
 
     def _write_filtered(self, _raw: bytes, pieces: Sequence[bytes]) -> None:
         assert self._filter is not None
@@ -394,7 +394,7 @@ class DecodeLeg(Leg):
             self._write_pieces(b"", (raw,))  # in the framing that it came in
         elif joined := b"".join(out):
             self._write_pieces(b"", (b"%x\r\n%b\r\n" % (len(joined), joined),))
-            self._tail = joined
+            self.tail = joined
         if is_whole:
             self._shorten(self._relay_corrected_chunk)
 
@@ -416,7 +416,7 @@ class DecodeLeg(Leg):
         head = self._head
         if head is None or not head.value(b"content-type").startswith(b"text/event-stream") or head.length >= 0:
             return b""
-        is_partial = bool(self._tail) and not self._tail.endswith((b"\n\n", b"\n\n\r\n"))
+        is_partial = bool(self.tail) and not self.tail.endswith((b"\n\n", b"\n\n\r\n"))
         event = errors.event(row, self._runner.api, after_partial_event=is_partial)
         if self._write in (self._write_pieces, self._write_filtered):
             return event

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.decision.guards import Kind, decide
+from sidecar.decision.turns import Turn
 from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
-from sidecar.edge.learning import learn, learn_text
+from sidecar.edge.learning import end_turn, learn
 from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg
 from sidecar.edge.messages import read_body, to_client, to_decode, to_prefill
 from sidecar.edge.release import Release
@@ -59,6 +60,7 @@ class Runner:
         "_timer",
         "_times",
         "_trace",
+        "_turn",
         "_unwatch",
         "api",
         "client",
@@ -91,6 +93,7 @@ class Runner:
         """P2P channel of a peer from which the first leg may fetch a prefix. No later leg: the peer was asked
         at the beginning, and an engine that is told to dial one that is gone never recovers (prefill/p2p.py)."""
         self._trace = service.tracer.begin(request) if service.tracer is not None else None
+        self._turn: Turn | None = None
         self._finished = False
         self._client_left = False
 
@@ -325,8 +328,16 @@ class Runner:
         assert exchange is not None
         exchange.decode_sent()
         self._times.decode_sent = time.monotonic()
+        if exchange.decision.inputs is not None and self._turn is None:  # `auto` has asked what is cached
+            self.service.loop.call_soon(self._begin_turn, handoff)  # while the engine has work
         if handoff is not None and exchange.prefill_endpoint is not None:
             self._unwatch = self.service.watch.watch(exchange.prefill_endpoint, handoff, self._peer_silent)
+
+    def _begin_turn(self, handoff: Handoff | None) -> None:
+        if self.api is not None and self._exchange is not None and self._turn is None and not self._finished:
+            token_ids = handoff.token_ids if handoff is not None else b""
+            known = self._exchange.decision.known
+            self._turn = self.service.rules.begin_turn(self.api, self._members, known, token_ids)
 
     def decode_answered(self, head: Head) -> None:
         assert self._exchange is not None
@@ -393,8 +404,8 @@ class Runner:
         if not self._times.first_byte:
             self._times.first_byte = time.monotonic()
             self._end_here()
-            if self.api is not None and self._exchange is not None and isinstance(self._leg, DecodeLeg):
-                learn_text(self.service, self.api, self._exchange, self._leg.handoff, self._members)
+            if self._turn is not None and self._exchange is not None and self._exchange.is_event_stream:
+                self._turn.first_byte()
 
     def _begin_here(self) -> None:
         assert self._exchange is not None
@@ -463,6 +474,8 @@ class Runner:
         if self._finished:
             return
         self._finished = True
+        if self._turn is not None:
+            self._end_turn(self._turn)
         self._drop_leg()
         self._body, self._members = b"", {}  # runner and leg know each other: the collector would free them late
         self._stop_timer()
@@ -498,6 +511,12 @@ class Runner:
         client, self.client = self.client, None
         if client is not None:
             client.answered(self.request)
+
+    def _end_turn(self, turn: Turn) -> None:
+        leg, exchange = self._leg, self._exchange
+        is_stream = exchange is None or exchange.is_event_stream
+        tail = leg.tail if isinstance(leg, DecodeLeg) else b""
+        end_turn(self.service, turn, tail, self._status, is_stream=is_stream)
 
     # -- legs ----------------------------------------------------------------------------------------------
 

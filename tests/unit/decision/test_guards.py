@@ -31,7 +31,12 @@ class World:
     def __init__(self, *listed: bytes, allow: tuple[str, ...] = ("10.1.0.0/16",), minimum: int = 256) -> None:
         addresses = [Address(host, int(port)) for host, _, port in (one.decode().partition(":") for one in listed)]
         self.endpoints = Endpoints(addresses, AllowList(list(allow)), lambda: 0.0)
+        self.minimum = minimum
         self.rules = Rules(minimum, lambda: 100.0)
+
+    def hold(self, tokens: int) -> None:
+        """From now on the decode engine holds so many tokens of every prompt."""
+        self.rules = Rules(self.minimum, lambda: 100.0, index=Held(tokens))
 
     def decide(
         self,
@@ -284,7 +289,7 @@ class Held:
 def test_what_decode_holds_is_not_computed_elsewhere(
     world: World, tokens: int, cached: int, expected: tuple[str, str]
 ) -> None:
-    world.rules.index = Held(cached)
+    world.hold(cached)
     decision = world.decide(tokens=tokens)
     assert outcome(decision) == expected
     assert not decision.candidates or decision.kind is Kind.REMOTE
@@ -302,13 +307,14 @@ FIRST = "word " * 1000
 
 @pytest.fixture
 def talked(world: World) -> World:
-    world.rules.index = Held(1)
+    world.hold(1)
     remembers(world, turns(FIRST))
     return world
 
 
 def remembers(world: World, body: dict[str, Any]) -> None:
-    world.rules.learn_text(CHAT, fields(json.dumps(body).encode()), json.dumps([7] * 1500).encode())
+    ids = json.dumps([7] * 1500).encode()
+    assert world.rules.begin_turn(CHAT, fields(json.dumps(body).encode()), None, ids) is not None
 
 
 CACHED = (1500 - 16) // BLOCK * BLOCK
@@ -336,7 +342,8 @@ def test_what_decode_holds_of_a_chat_is_not_computed_elsewhere(
 
 
 def test_a_chat_that_decode_has_evicted_is_new_and_its_length_known(talked: World) -> None:
-    talked.rules.index = Held(0)
+    assert isinstance(talked.rules.index, Held)
+    talked.rules.index.tokens = 0
     decision = talked.decide(api=CHAT, **turns(FIRST, "and?"))
     assert outcome(decision) == ("remote", "long")
     assert decision.inputs is not None
@@ -347,9 +354,8 @@ def test_a_chat_that_decode_has_evicted_is_new_and_its_length_known(talked: Worl
 def test_a_chat_that_is_short_once_it_is_counted(world: World) -> None:
     """Not cached: nothing of it is held."""
     world = World(LISTED, minimum=2000)
-    world.rules.index = Held(1)
+    world.hold(0)
     remembers(world, turns("word " * 3000))
-    world.rules.index = Held(0)
     assert outcome(world.decide(api=CHAT, **turns("word " * 3000))) == ("local", "short")
 
 
@@ -365,7 +371,7 @@ def test_what_another_rank_holds_of_a_chat_is_not_known(talked: World) -> None:
 
 def test_what_a_rank_holds_is_not_known_of_the_others(world: World) -> None:
     """Where ranks share a port, the events of the first one are heard: they say nothing of another's cache."""
-    world.rules.index = Held(10_000)
+    world.hold(10_000)
     assert outcome(world.decide(tokens=1000, rank=0)) == ("local", "cached")
     assert outcome(world.decide(tokens=1000, rank=1)) == ("remote", "long")
 
@@ -373,7 +379,7 @@ def test_what_a_rank_holds_is_not_known_of_the_others(world: World) -> None:
 def test_minimum_zero_means_every_prompt(world: World) -> None:
     """Also one that decode holds entirely."""
     world = World(LISTED, minimum=0)
-    world.rules.index = Held(10_000)
+    world.hold(10_000)
     assert outcome(world.decide(tokens=1)) == ("remote", "long")
 
 

@@ -176,67 +176,68 @@ def said(*words: str, **more: Any) -> Fields:
 LONG = "word " * 400
 
 
+def begin(made: Rules, members: Fields, ids: list[int]) -> None:
+    made.begin_turn(CHAT, members, None, json.dumps(ids).encode())
+
+
+def cached(made: Rules, members: Fields) -> int:
+    known = made.known(CHAT, members)
+    return known.cached if known is not None else -1
+
+
 def test_a_chat_is_cached_as_far_as_its_blocks_are_held() -> None:
     index, ids = Index(), list(range(1000, 1400))
     made = rules(index)
     stored(index, ids)
-    made.learn_text(CHAT, said(LONG), json.dumps(ids).encode())
-    found = made.beginning(CHAT, said(LONG, "and?"))
+    begin(made, said(LONG), ids)
+    found = made.known(CHAT, said(LONG, "and?"))
     assert found is not None
-    assert found.tokens == 400
     assert found.cached == 24 * BLOCK, "of 25 blocks the last may be the template's"
-    assert found.rest_bytes == len(b', {"role": "user", "content": "and?"}]')
+    assert found.tokens == 400 + len(b', {"role": "user", "content": "and?"}]') // 4
     for held in range(24, -1, -1):
         index.index.apply(BlockRemoved([held + 1], "GPU"))  # as the engine does it: from behind
-        again = made.beginning(CHAT, said(LONG, "and?"))
-        assert again is not None
-        assert again.cached == held // 6 * 6 * BLOCK, "never more than is held, and by quarters no less"
+        assert cached(made, said(LONG, "and?")) == held // 6 * 6 * BLOCK, "never more than is held"
 
 
 def test_a_prompt_of_one_block_is_not_worth_it() -> None:
     index, ids = Index(), list(range(1000, 1030))
     made = rules(index)
     stored(index, ids)
-    made.learn_text(CHAT, said("word " * 30), json.dumps(ids).encode())
-    assert made.beginning(CHAT, said("word " * 30, "and?")) is None
+    begin(made, said("word " * 30), ids)
+    assert made.known(CHAT, said("word " * 30, "and?")) is None
 
 
 def test_salt_and_adapter_tell_texts_apart() -> None:
     index, ids = Index(), list(range(1000, 1400))
     made = rules(index)
     stored(index, ids, salt="s")
-    made.learn_text(CHAT, said(LONG, cache_salt="s"), json.dumps(ids).encode())
-    found = made.beginning(CHAT, said(LONG, "and?", cache_salt="s"))
-    assert found is not None
-    assert found.cached == 24 * BLOCK
-    assert made.beginning(CHAT, said(LONG, "and?", cache_salt="t")) is None
-    assert made.beginning(CHAT, said(LONG, "and?")) is None
-    assert made.beginning(CHAT, said(LONG, "and?", cache_salt="s", model="adapter")) is None
+    begin(made, said(LONG, cache_salt="s"), ids)
+    assert cached(made, said(LONG, "and?", cache_salt="s")) == 24 * BLOCK
+    assert made.known(CHAT, said(LONG, "and?", cache_salt="t")) is None
+    assert made.known(CHAT, said(LONG, "and?")) is None
+    assert made.known(CHAT, said(LONG, "and?", cache_salt="s", model="adapter")) is None
 
 
 def test_an_adapter_that_is_loaded_anew_has_computed_nothing() -> None:
     index, ids = Index(), list(range(1000, 1400))
     made = rules(index)
-    learnt = json.dumps(ids).encode()
-    made.learn_text(CHAT, said(LONG, model="adapter"), learnt)
-    assert made.beginning(CHAT, said(LONG, model="adapter")) is None, "nobody has told which adapter this is"
+    begin(made, said(LONG, model="adapter"), ids)
+    assert made.known(CHAT, said(LONG, model="adapter")) is None, "nobody has told which adapter this is"
     stored(index, ids, lora_id=1)
-    made.learn_text(CHAT, said(LONG, model="adapter"), learnt)
-    found = made.beginning(CHAT, said(LONG, "and?", model="adapter"))
-    assert found is not None
-    assert found.cached == 24 * BLOCK
+    begin(made, said(LONG, model="adapter"), ids)
+    assert cached(made, said(LONG, "and?", model="adapter")) == 24 * BLOCK
     stored(index, [5] * 16, hashes=500, lora_id=2)
-    assert made.beginning(CHAT, said(LONG, "and?", model="adapter")) is None
+    assert made.known(CHAT, said(LONG, "and?", model="adapter")) is None
 
 
 def test_texts_without_an_index_are_not_remembered() -> None:
     made = rules()
-    made.learn_text(CHAT, said(LONG), b"[1,2,3]")
-    assert made.beginning(CHAT, said(LONG)) is None
+    begin(made, said(LONG), [1, 2, 3])
+    assert made.known(CHAT, said(LONG)) is None
     early = rules(Index())
-    early.learn_text(CHAT, said(LONG), json.dumps(list(range(400))).encode())
-    assert early.beginning(CHAT, said(LONG)) is None, "nobody has told how long a block is"
-    assert early.beginning(CHAT, said(LONG, model=7)) is None
+    begin(early, said(LONG), list(range(400)))
+    assert early.known(CHAT, said(LONG)) is None, "nobody has told how long a block is"
+    assert early.known(CHAT, said(LONG, model=7)) is None
 
 
 def test_unknown_is_not_cached() -> None:

@@ -11,13 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.decision import texts
-from sidecar.decision.texts import PROMPT_BYTES_MAX, PROMPTS_OF_A_BEGINNING_MAX, SHAPES_NO_PROMPT, Text, Texts
+from sidecar.decision.texts import (
+    FRAMES_MAX,
+    MISSES_MAX,
+    PATH_BLOCKS_MAX,
+    PROMPT_BYTES_MAX,
+    PROMPTS_OF_A_BEGINNING_MAX,
+    SHAPES_NO_PROMPT,
+    Standing,
+    Text,
+    Texts,
+    last_place,
+    quarters,
+)
 from sidecar.exchange.apis import CHAT
 from sidecar.exchange.splice import Fields, fields
 
-BLOCK = 16
-CHAIN = list(range(1, 65))
-TOKENS = 64 * BLOCK + 5
+TOKENS = 1029
+BLOCKS, PLACES, PATH = [63, 47, 31, 15], [63, 47, 31, 15], [63, 64]
 
 
 def said(messages: list[Any], **more: Any) -> Fields:
@@ -29,11 +40,23 @@ def user(words: str, **more: Any) -> dict[str, Any]:
 
 
 def remember(memory: Texts, members: Fields, tokens: int = TOKENS, adapter: int | None = None) -> None:
-    memory.remember(CHAT, members, adapter, tokens, CHAIN, BLOCK)
+    key = memory.key(CHAT, members, adapter)
+    if key is not None:
+        memory.remember(key, tokens, BLOCKS, PLACES, PATH)
 
 
 def find(memory: Texts, members: Fields, adapter: int | None = None) -> Text | None:
-    return memory.find(CHAT, members, adapter)
+    where = memory.where(CHAT, members, adapter)
+    found = memory.find(where, CHAT, members) if where is not None else None
+    return found[0] if found is not None else None
+
+
+def standing_of(memory: Texts, members: Fields) -> Standing:
+    where = memory.where(CHAT, members, None)
+    assert where is not None
+    found = memory.find(where, CHAT, members)
+    assert found is not None
+    return found[1]
 
 
 # Few words, so that conversations begin alike; with what JSON escapes, and what ends like a message.
@@ -131,19 +154,30 @@ def test_members_order_says_nothing_and_an_adapter_does() -> None:
     assert find(memory, turned) is None
 
 
-def test_blocks_are_those_that_a_longer_prompt_has_too() -> None:
+def test_places_are_those_that_a_longer_prompt_has_too() -> None:
+    assert last_place(1029, 16) == 63, "the last of 64 may hold what the template puts behind the messages"
+    assert [last_place(tokens, 16) for tokens in (0, 16, 31, 32, 48)] == [0, 0, 0, 1, 2]
+    assert quarters(63) == [63, 47, 31, 15]
+    assert [quarters(blocks) for blocks in (0, 1, 2, 3, 4)] == [[], [1], [2, 1], [3, 2, 1], [4, 3, 2, 1]]
+
+
+def test_what_a_frame_has_shown() -> None:
     memory = Texts()
     remember(memory, said([user("w" * 99)]))
-    found = find(memory, said([user("w" * 99)]))
-    assert found is not None
-    # 1029 tokens: of 64 whole blocks the last one may hold what the template puts behind the messages.
-    assert found.blocks == (63, 47, 31, 15)
-    assert found.block_tokens == (63 * 16, 47 * 16, 31 * 16, 15 * 16)
-    for tokens, blocks in ((2 * BLOCK, (1,)), (4 * BLOCK, (3, 2, 1)), (31, ())):
-        memory = Texts()
-        remember(memory, said([user("w" * 99)]), tokens)
-        found = find(memory, said([user("w" * 99)]))
-        assert (found.blocks if found is not None else ()) == blocks, tokens
+    standing = standing_of(memory, said([user("w" * 99)]))
+    assert standing.is_trusted
+    for _ in range(MISSES_MAX):
+        standing.saw(same=False)
+    again = standing_of(memory, said([user("w" * 99), user("x")]))
+    assert not again.is_trusted
+    other = memory.where(CHAT, said([user("w" * 99)], tools=[]), None)
+    assert other is not None
+    assert memory.standing(other.frame).is_trusted, "another template's"
+    standing.saw(same=True)
+    assert again.is_trusted
+    for number in range(FRAMES_MAX):
+        memory.standing(number)
+    assert memory.standing(other.frame) is not again
 
 
 def test_the_memory_is_bounded_and_keeps_what_is_of_use() -> None:
@@ -182,10 +216,13 @@ def test_memory_of_a_full_memory() -> None:
     try:
         memory = Texts()
         for number in range(texts.PROMPTS_MAX + 100):
-            memory.remember(CHAT, said([user(f"{number} " * 30)]), None, 64 * BLOCK, [2**62 + number] * 64, BLOCK)
+            key = memory.key(CHAT, said([user(f"{number} " * 30)]), None)
+            assert key is not None
+            blocks = [2**62 + number + block for block in range(PATH_BLOCKS_MAX)]
+            memory.remember(key, 1000 + number, blocks[:4], [900, 700, 500, 300], blocks)
         gc.collect()
         assert len(memory) == texts.PROMPTS_MAX
-        assert tracemalloc.get_traced_memory()[0] < 8 * 2**20
+        assert tracemalloc.get_traced_memory()[0] < 10 * 2**20
     finally:
         tracemalloc.stop()
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport.prefix_index import AllBlocksCleared, BlockRemoved, BlockStored, PrefixIndex
+from transport.prefix_index import AllBlocksCleared, BlockRemoved, BlockStored, Follow, PrefixIndex
 
 BLOCK = 4
 
@@ -231,3 +231,82 @@ def test_the_index_is_bounded_and_says_what_it_dropped() -> None:
 @given(st.lists(st.integers(-(2**70), 2**70), max_size=20))
 def test_no_token_ids_break_the_lookup(ids: list[int]) -> None:
     assert index_of(stored(IDS, [1, 2])).cached_tokens(ids) in (0, 4, 8)
+
+
+# -- following a prompt ----------------------------------------------------------------------------------------
+
+
+def test_chain_names_blocks_as_they_are_held() -> None:
+    index = index_of(stored(IDS[:8], [1, 2]))
+    chain = index.chain([*IDS[:8], 99, 99, 99, 99, 5])
+    assert [index.holds(block) for block in chain] == [True, True, False]
+    assert list(index.chain(IDS[:7])) == list(chain[:1])
+    assert not len(index.chain(IDS[:3]))
+    assert not len(PrefixIndex().chain(IDS)), "nobody has told how long a block is"
+    assert not len(index.chain([-1] * 8))
+    assert not len(index.chain(IDS, lora_name="unknown"))
+
+
+def followed(index: PrefixIndex, ids: list[int]) -> Follow:
+    return index.follow(index.chain(ids)[1:])
+
+
+LONG = list(range(100, 140))
+
+
+def test_what_is_stored_behind_a_prompt_is_followed() -> None:
+    """Behind its end, block by block; from within it; and by others that come from elsewhere."""
+    index = index_of(stored(LONG[:16], [1, 2, 3, 4]))
+    end, within, far = followed(index, LONG[:16]), followed(index, LONG[:16]), followed(index, LONG[:8])
+    index.apply(stored(LONG[16:24], [5, 6], parent=4))
+    index.apply(stored(LONG[24:28], [7], parent=6))
+    chain = index.chain(LONG)
+    for follow in (end, within):
+        assert (follow.attached, list(follow.path), follow.branches) == (2, list(chain[4:7]), 0)
+    assert (far.attached, list(far.path)) == (-1, []), "behind a block that it does not know"
+    index.unfollow(end)
+    index.apply(stored(LONG[28:32], [8], parent=7))
+    assert list(end.path) == list(chain[4:7])
+    assert list(within.path) == list(chain[4:8])
+
+
+def test_where_two_go_on_from_one_block_the_later_is_followed() -> None:
+    index = index_of(stored(LONG[:16], [1, 2, 3, 4]))
+    follow = followed(index, LONG[:16])
+    index.apply(stored(LONG[16:28], [5, 6, 7], parent=4))
+    assert not follow.branches
+    index.apply(stored([9] * 4, [8], parent=5))  # from within what is new
+    chain = index.chain([*LONG[:20], *[9] * 4])
+    assert (follow.attached, list(follow.path), follow.branches) == (2, list(chain[4:]), 1)
+    index.apply(stored([3] * 4, [9], parent=7))  # the earlier one goes on
+    index.apply(stored([4] * 4, [10], parent=9))
+    assert (list(follow.path), follow.branches) == (list(chain[4:]), 3)
+    index.apply(stored([9] * 4, [11], parent=8))
+    assert list(follow.path) == list(index.chain([*LONG[:20], *[9] * 8])[4:])
+    index.apply(stored([8] * 4, [12], parent=2))  # from within what was known
+    assert (follow.attached, list(follow.path)) == (0, list(index.chain([*LONG[:8], *[8] * 4])[2:]))
+    index.unfollow(follow)
+    assert not index._follows
+
+
+def test_blocks_that_are_told_again_are_no_news() -> None:
+    """`kv_cache_report_mode: full`, or a tail that was evicted and computed anew."""
+    index = index_of(stored(LONG[:16], [1, 2, 3, 4]))
+    follow = followed(index, LONG[:16])
+    index.apply(stored(LONG[8:16], [3, 4], parent=2))
+    assert (follow.attached, list(follow.path)) == (-1, [])
+    index.apply(stored(LONG[8:20], [3, 4, 5], parent=2))
+    assert (follow.attached, list(follow.path)) == (2, list(index.chain(LONG)[4:5]))
+    index.apply(stored(LONG[16:20], [5], parent=4))
+    assert not follow.branches
+    assert len(follow.path) == 1
+
+
+def test_what_is_forgotten_is_not_followed_any_more() -> None:
+    index = index_of(stored(LONG[:16], [1, 2, 3, 4]))
+    follow = followed(index, LONG[:16])
+    index.apply(AllBlocksCleared())
+    index.apply(stored(LONG[:20], [1, 2, 3, 4, 5]))
+    assert follow.lost
+    assert not len(follow.path)
+    index.unfollow(follow)
