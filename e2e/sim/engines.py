@@ -1,8 +1,9 @@
 """Engines on paper: how long prompts and tokens take, and what a prompt does to the streams beside it.
 
-A decode engine generates for its streams in steps; a prompt that it computes stops them all for as long as it takes
-(without chunking, or with chunks that fill the step). A prefill engine computes one prompt after the other. Times
-come from `Speeds`; nothing here decides.
+A decode engine generates for its streams in steps; a prompt that it computes stops them all for as long as its
+tokens take (without chunking, or with chunks that fill the step). What a prompt of no tokens would take, a0, it
+waits itself: for the step that runs when it comes, for HTTP, for a step of its own; on real engines the streams do
+not lose that. A prefill engine computes one prompt after the other. Times come from `Speeds`; nothing here decides.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ class DecodeEngine:
         begins = max(now, self.busy_until)
         seconds = self.speeds.computed(new, cached)
         self.busy_until = begins + seconds
-        self.stopped += seconds
+        stalled = seconds - self.speeds.prefill[0]
+        self.stopped += stalled
         if self.streams:
-            self.gaps.append((seconds + self.step, self.streams))
+            self.gaps.append((stalled + self.step, self.streams))
         return self.busy_until
 
     @property

@@ -65,6 +65,8 @@ class Pod:
     endpoints: Endpoints
     rules: Rules
     budget: Budget
+    generated: float = 0.0
+    """Tokens, about: by the streams at each scrape."""
 
 
 class Fleet:
@@ -131,7 +133,9 @@ class Fleet:
     def _scrape(self) -> None:
         for pod in self.pods:
             waiting = int(pod.engine.busy_until > self.now + 0.05)
-            pod.rules.signals.tell(Load(pod.engine.streams, waiting, 0.0), self.now)
+            pod.generated += pod.engine.streams * SCRAPE_S / pod.engine.step
+            load = Load(pod.engine.streams, waiting, 0.0, generated=int(pod.generated))
+            pod.rules.signals.tell(load, self.now)
 
     def _fail(self) -> None:
         engines = list(self._prefill.values())

@@ -2,11 +2,14 @@
 
     local  = wait here + T(u, c)                         T(u, c) = a0 + a1 u + a2 u (u/2 + c)
     remote = wait there + T_there(n, 0) + x0 + x1 (n - c)
-    local if local + weight * streams * T(u, c) <= remote
+    stall  = T(u, c) - a0
+    local if local + price * streams * stall <= remote
+    price  = weight * max(used^4, stall / 3 s), at most weight
 
-n: prompt tokens, c: of which the decode engine holds the KV, u = n - c; all in thousands below. The third term
-is what the running streams lose while the prompt is computed between their tokens. Attention makes the cost of a
-token grow with those before it, hence the quadratic term.
+n: prompt tokens, c: of which the decode engine holds the KV, u = n - c; all in thousands below. The stall is what
+each running stream loses while the prompt is computed between its tokens: all but a0, in which the prompt waits for
+the step that runs when it comes, and for one of its own. Attention makes the cost of a token grow with those before
+it, hence the quadratic term. `used` is how much of the allowance of long gaps is used up.
 """
 
 from collections.abc import Sequence
@@ -20,10 +23,14 @@ SAMPLES_TO_KNOW = 8
 REACH = 4.0
 """A fit is trusted for prompts up to so many times the longest that it has seen."""
 FIRST_REACH_TOKENS = 1024
+TRIED_BESIDE_STREAMS_TOKENS = 256
+"""What is computed here to learn what it costs while streams run is no longer than this."""
 OUTLIER = 4.0
 """A sample counts for at most so many times the usual error: one stalled step must not bend the fit."""
 HYSTERESIS = 0.1
 """The other side must be cheaper by this share before decisions change sides."""
+UNBEARABLE_S = 3.0
+"""A stall of so many seconds has its full price however rare it is; shorter ones in proportion."""
 
 
 class Fit:
@@ -86,6 +93,9 @@ class Inputs(msgspec.Struct, frozen=True):
     """Prompt tokens that this sidecar has sent to the decode engine and that are not computed yet."""
     prefill_ahead: int = 0
     """The same of the least loaded prefill endpoint."""
+    long_gaps_used: float = 1.0
+    """Share of the gaps between tokens that local prompts may make long which they have, this one included; 1: all
+    (`Allowance`)."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -105,6 +115,12 @@ class Verdict(msgspec.Struct, frozen=True):
 def _prefill(new: int, cached: int = 0) -> tuple[float, float, float]:
     u, c = new / 1000, cached / 1000
     return 1.0, u, u * (u / 2 + c)
+
+
+def price_share(long_gaps_used: float, stall_s: float) -> float:
+    """Of the weight of what streams lose, what counts: little while long gaps are rare and this one is no very long
+    one. The power leaves most of the allowance cheap, and the last of it to those who gain most."""
+    return min(max(long_gaps_used**4, stall_s / UNBEARABLE_S), 1.0)
 
 
 @dataclass(slots=True)
@@ -146,16 +162,19 @@ class Costs:
         tokens, cached = inputs.tokens, inputs.cached
         new = tokens - cached
         is_idle = inputs.streams < 0.5 and not inputs.waiting
+        is_rare = inputs.long_gaps_used < 1
         local_known = self.local.knows(new)
         if not (local_known and self.prefill.knows(tokens) and self.pull.knows(tokens)):
-            return self._unfitted(new, is_idle=is_idle, local_known=local_known)
+            may_try = is_idle or (is_rare and new <= TRIED_BESIDE_STREAMS_TOKENS)
+            return self._unfitted(new, may_try=may_try and not local_known, is_idle=is_idle)
         compute_s = self.local.at(_prefill(new, cached))
         local_s = self.local.coefficients[1] * inputs.local_ahead / 1000 + inputs.waiting * compute_s + compute_s
         wait_there_s = self.prefill.coefficients[1] * inputs.prefill_ahead / 1000
         beyond_s = self.prefill.at(_prefill(tokens)) + self.pull.at((1.0, new / 1000))
         remote_s = wait_there_s + beyond_s
-        stall_s = 0.0 if is_idle else inputs.streams * compute_s
-        all_local_s = local_s + self.weight * stall_s
+        each_s = compute_s - self.local.coefficients[0]
+        stall_s = 0.0 if is_idle else inputs.streams * each_s
+        all_local_s = local_s + self.weight * price_share(inputs.long_gaps_used, each_s) * stall_s
         bias = 1 + (HYSTERESIS if not self.was_remote else -HYSTERESIS)
         is_remote = all_local_s > remote_s * bias
         if is_remote:
@@ -167,11 +186,11 @@ class Costs:
         self.was_remote = is_remote
         return Verdict(is_remote, reason, local_s, remote_s, stall_s)
 
-    def _unfitted(self, new: int, *, is_idle: bool, local_known: bool) -> Verdict:
-        """The static rule; while the decode engine is idle every other prompt is computed there, so that both ways
-        get known where it costs nobody else anything."""
-        if is_idle and not local_known and self.local.reaches(new):
+    def _unfitted(self, new: int, *, may_try: bool, is_idle: bool) -> Verdict:
+        """The static rule; where it costs nobody much, every other prompt is computed here, so that both ways get
+        known. An engine that is never idle would else never be."""
+        if may_try and self.local.reaches(new):
             self.tries += 1
             if self.tries % 2 == 0:
-                return Verdict(remote=False, reason="decode_idle", static="unfitted")
+                return Verdict(remote=False, reason="decode_idle" if is_idle else "cost", static="unfitted")
         return Verdict(remote=True, reason="long", static="unfitted")

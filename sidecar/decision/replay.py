@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sidecar.decision.cost import price_share
+
 Record = Mapping[str, Any]
 Rule = Callable[[Record], bool]
 """Whether the prompt goes remote."""
@@ -41,9 +43,10 @@ def _cost(weight: float) -> Rule:
     """Ours, with this `--stall-weight`."""
 
     def rule(record: Record) -> bool:
-        predicted = record["predicted"]
-        local = predicted["local_seconds"] + weight * predicted["stall_seconds"]
-        return bool(local > predicted["remote_seconds"])
+        inputs, predicted = record["inputs"], record["predicted"]
+        stall_s = predicted["stall_seconds"]
+        share = price_share(inputs.get("long_gaps_used", 1.0), stall_s / max(inputs["streams"], 1.0))
+        return bool(predicted["local_seconds"] + weight * share * stall_s > predicted["remote_seconds"])
 
     return rule
 
@@ -52,7 +55,7 @@ RULES: dict[str, tuple[Callable[[float], Rule], float]] = {
     "static": (_static, 256),
     "dynamo": (_dynamo, 2048),
     "llm-d": (_static, 128),
-    "cost": (_cost, 1.0),
+    "cost": (_cost, 30.0),
 }
 """Name -> how the rule is made of its number, and the usual number."""
 

@@ -115,17 +115,22 @@ class Rules:
     def weigh(self, tokens: int, cached: int, prefill_ahead: int) -> tuple[Inputs, Verdict]:
         """The rule for a prompt that no guard has kept here."""
         load = self.signals.fresh(self._now())
+        streams = self.signals.streams(self._running_now())
         inputs = Inputs(
             tokens,
             cached,
-            self.signals.streams(self._running_now()),
+            streams,
             load.waiting if load is not None else 0,
             self.local_ahead,
             prefill_ahead,
+            round(self.signals.allowance.used(streams), 3),
         )
         if self.costs is None or load is None:
             return inputs, Verdict(remote=True, reason="long", static="off" if self.costs is None else "stale")
-        return inputs, self.costs.weigh(inputs)
+        verdict = self.costs.weigh(inputs)
+        if not verdict.remote:
+            self.signals.allowance.take(inputs.streams)
+        return inputs, verdict
 
     # -- told by requests --
 

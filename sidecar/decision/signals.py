@@ -7,12 +7,16 @@ see everything and are up to a second old.
 import re
 from dataclasses import dataclass
 
+from sidecar.decision.allowance import Allowance
+
 STALE_AFTER_S = 2.0
 SMOOTHING = 0.1
 """Share of the newest scrape, one a second, in what counts as lately."""
 
 _SAMPLE = re.compile(
-    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{([^}\n]*)\})? (\S+)", re.MULTILINE
+    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|generation_tokens_total)"
+    r"(?:\{([^}\n]*)\})? (\S+)",
+    re.MULTILINE,
 )
 _MODEL_NAME = re.compile(r'\bmodel_name="([^"\\]*)"')
 
@@ -27,11 +31,13 @@ class Load:
     """Share of the KV blocks in use, 0 to 1."""
     model_names: frozenset[str] = frozenset()
     """What requests for the base model say in `model`, as far as the metrics tell: the first served name."""
+    generated: int = 0
+    """Tokens that it has generated since its start; 0 if it does not tell."""
 
 
 def parse_load(metrics: str) -> Load | None:
     """The load in a Prometheus text exposition of vLLM 0.32, None if it does not tell."""
-    running = waiting = 0.0
+    running = waiting = generated = 0.0
     usage = 0.0
     names = set()
     found = False
@@ -45,9 +51,11 @@ def parse_load(metrics: str) -> Load | None:
             names.update(_MODEL_NAME.findall(labels))
         elif name == "num_requests_waiting":
             waiting += value
+        elif name == "generation_tokens_total":
+            generated += value
         else:
             usage = max(usage, value)
-    return Load(int(running), int(waiting), usage, frozenset(names)) if found else None
+    return Load(int(running), int(waiting), usage, frozenset(names), int(generated)) if found else None
 
 
 class Signals:
@@ -57,6 +65,7 @@ class Signals:
         self._load: Load | None = None
         self._at = -STALE_AFTER_S
         self._lately = 0.0
+        self.allowance = Allowance()
 
     def tell(self, load: Load | None, now: float) -> None:
         """A scrape, or that it failed."""
@@ -64,6 +73,7 @@ class Signals:
             return
         self._load, self._at = load, now
         self._lately += SMOOTHING * (load.running - self._lately)
+        self.allowance.generated(load.generated, now)
 
     def fresh(self, now: float) -> Load | None:
         """The newest scrape unless it is stale."""

@@ -90,6 +90,21 @@ def test_running_streams_are_spared() -> None:
     assert way(fitted().weigh(Inputs(2000, streams=4))) == ("remote", "decode_busy")
 
 
+def test_rare_stalls_are_cheap() -> None:
+    """A short prompt before a busy prefill engine: it would wait longer than the streams lose, and no percentile of
+    theirs sees that while it is rare."""
+    costs = fitted(weight=30.0)
+
+    def is_remote(tokens: int, used: float, streams: int = 4) -> bool:
+        return costs.weigh(Inputs(tokens, streams=streams, prefill_ahead=2000, long_gaps_used=used)).remote
+
+    assert is_remote(200, 1)
+    assert not is_remote(200, 0.1)
+    assert is_remote(200, 0.9)
+    assert is_remote(4000, 0.1), "a long stall is dear however rare"
+    assert not costs.weigh(Inputs(200, streams=0, long_gaps_used=1)).remote, "nobody is stalled"
+
+
 def test_streams_that_count_for_nothing() -> None:
     assert way(fitted(weight=0.0).weigh(Inputs(2000, streams=4))) == ("local", "cost")
 
@@ -150,6 +165,17 @@ def test_learns_this_side_while_nobody_is_stalled_by_it() -> None:
     costs = Costs.make(1.0)
     ways = [way(costs.weigh(Inputs(1000))) for _ in range(4)]
     assert ways == [("remote", "long"), ("local", "decode_idle")] * 2
+
+
+def test_learns_this_side_beside_streams_where_that_is_rare() -> None:
+    costs = Costs.make(30.0)
+
+    def ways(tokens: int, used: float) -> list[bool]:
+        return [costs.weigh(Inputs(tokens, streams=3, long_gaps_used=used)).remote for _ in range(4)]
+
+    assert ways(200, 0.9) == [True, False, True, False]
+    assert ways(200, 1) == [True] * 4, "streams would notice"
+    assert ways(300, 0.9) == [True] * 4, "they would lose too much"
 
 
 def test_does_not_try_what_is_far_longer_than_anything_seen() -> None:

@@ -11,10 +11,16 @@ from sidecar.decision.replay import RULES, BadRule, judge, make_rule, priced
 
 
 def record(
-    tokens: int = 1000, cached: int = 0, *, decided: str = "remote", ahead: int = 0, **predicted: float
+    tokens: int = 1000,
+    cached: int = 0,
+    *,
+    decided: str = "remote",
+    ahead: int = 0,
+    used: float = 1.0,
+    **predicted: float,
 ) -> Any:
     prices = {"local_seconds": 1.0, "remote_seconds": 2.0, "stall_seconds": 4.0, "static": "", **predicted}
-    inputs = {"tokens": tokens, "cached": cached, "streams": 4.0, "prefill_ahead": ahead}
+    inputs = {"tokens": tokens, "cached": cached, "streams": 4.0, "prefill_ahead": ahead, "long_gaps_used": used}
     return {"decided": decided, "inputs": inputs, "predicted": prices}
 
 
@@ -38,6 +44,8 @@ def record(
         ("cost", record(), True),
         ("cost:0.2", record(), False),
         ("cost:0", record(remote_seconds=0.5), True),
+        ("cost:0.5", record(), True),
+        ("cost:0.5", record(used=0.1), False),
     ],
 )
 def test_choices(rule: str, made_of: Any, remote: bool) -> None:

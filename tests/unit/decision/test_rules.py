@@ -26,11 +26,13 @@ vllm:num_requests_waiting{engine="1",model_name="base"} 0.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="base",reason="capacity"} 7.0
 vllm:kv_cache_usage_perc{engine="0",model_name="base"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="base"} 0.75
+vllm:generation_tokens_total{engine="0",model_name="base"} 1200.0
+vllm:generation_tokens_total{engine="1",model_name="base"} 34.0
 """
 
 
 def test_load_of_all_ranks() -> None:
-    assert parse_load(METRICS) == Load(4, 2, 0.75, frozenset({"base"}))
+    assert parse_load(METRICS) == Load(4, 2, 0.75, frozenset({"base"}), 1234)
 
 
 @pytest.mark.parametrize(
@@ -279,3 +281,19 @@ def test_what_is_ahead() -> None:
     assert made.weigh(1000, 0, 77)[0].prefill_ahead == 77
     made.ended_here(50)
     assert made.local_ahead == 0
+
+
+def test_a_prompt_that_is_computed_here_uses_up_what_the_streams_bear() -> None:
+    costs = Costs.make(30.0)
+    for tokens in (100, 200, 400, 800) * 3:
+        costs.computed_here(tokens, 0, tokens / 1000)
+        costs.computed_there(tokens, tokens / 1000)
+        costs.pulled(tokens, 0.05)
+    rules = Rules(0, lambda: 3.0, costs=costs)
+    for second, generated in enumerate((0, 2000, 4000)):
+        rules.signals.tell(Load(4, 0, 0.5, generated=generated), float(second + 1))
+    ways = [rules.weigh(100, 0, 1000)[1].remote for _ in range(12)]
+    assert ways == sorted(ways), "once it is used up, prompts go remote"
+    assert 1 < ways.count(False) < 12
+    rules.signals.tell(Load(4, 0, 0.5, generated=20_000), 3.0)
+    assert not rules.weigh(100, 0, 1000)[1].remote
