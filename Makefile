@@ -4,7 +4,7 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python
 VENV   := .venv
 PY     := $(VENV)/bin/python
 
-.PHONY: demo test test-fast chart-test image lint format bench latency soak faults lock docs clean
+.PHONY: demo test test-fast chart-test image lint format bench latency decide soak faults lock docs clean
 
 demo: $(VENV)/.ready
 	@$(PY) -m e2e.demo
@@ -32,6 +32,9 @@ bench: $(VENV)/.ready
 
 latency: $(VENV)/.ready
 	@$(PY) -m e2e.latency $(ARGS)
+
+decide: $(VENV)/.ready
+	@$(PY) -m e2e.decide $(ARGS)
 
 soak: $(VENV)/.ready
 	@$(PY) -m e2e.soak $(ARGS)

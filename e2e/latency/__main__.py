@@ -139,13 +139,13 @@ def main(arguments: list[str] | None = None) -> int:
     for file, svg in drawn.items():
         (folder / file).write_text(svg)
     (folder / "latency.md").write_text(text)
-    (folder / "latency.json").write_text(_compact(document))
+    (folder / "latency.json").write_text(compact(document))
     print(text)
     _say(f"report, samples and plots in {folder}")
     return 0
 
 
-def _compact(document: dict[str, Any]) -> str:
+def compact(document: dict[str, Any]) -> str:
     """JSON with one line for each request: readable in a diff, and not a line for each token."""
     requests: list[str] = []
 

@@ -7,6 +7,7 @@ when is decided elsewhere (scenarios.py). It must not know engines, sidecars or 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import time
@@ -14,11 +15,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
 PATH = "/v1/chat/completions"
+IDS_PATH = "/v1/completions"
+"""Of prompts that are token ids: nobody has to tokenise them, and everybody knows exactly how long they are."""
 REQUEST_TIMEOUT_S = 120.0
 RUNNING_EVENTS = 5
 """A background stream runs once it has brought so many tokens: its own prefill is then well behind it."""
@@ -36,6 +39,8 @@ class Turn:
 
     text: str
     answer_tokens: int
+    ids: tuple[int, ...] = ()
+    """Token ids in place of the text."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,30 @@ class Client:
     """Runs before the window begins, and is broken off when all others have ended."""
     base_url: str = ""
     """Where it sends its requests; empty: where the others do."""
+    later_kind: str = ""
+    """What its turns after the first are called; empty: as the first."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Where a router sends one request."""
+
+    base_url: str = ""
+    """Empty: where the others go."""
+    headers: tuple[tuple[str, str], ...] = ()
+    decision: str = ""
+    """What is recorded where no answer tells it."""
+
+
+class Routing(Protocol):
+    """A router's rule, asked before each request of token ids and told what becomes of it."""
+
+    def begin(self, prompt: Sequence[int]) -> Leg: ...
+
+    def first_token(self, prompt: Sequence[int], leg: Leg) -> None:
+        """Also where none came."""
+
+    def end(self, prompt: Sequence[int], answer: Sequence[int]) -> None: ...
 
 
 @dataclass
@@ -111,6 +140,7 @@ async def run(
     clients: Sequence[Client],
     *,
     salt: str = "",
+    routing: Routing | None = None,
     min_window_s: float = 0.0,
     begin: Callable[[], Awaitable[None]] | None = None,
     events: Sequence[Event] = (),
@@ -123,7 +153,7 @@ async def run(
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     ) as session:
-        load = _Load(session, base_url, {"model": model} | ({"cache_salt": salt} if salt else {}))
+        load = _Load(session, base_url, {"model": model} | ({"cache_salt": salt} if salt else {}), routing)
         # A pause of the collector would be taken for one of the engine.
         gc.collect()
         gc.disable()
@@ -134,8 +164,11 @@ async def run(
 
 
 class _Load:
-    def __init__(self, session: aiohttp.ClientSession, base_url: str, fields: dict[str, str]) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, base_url: str, fields: dict[str, str], routing: Routing | None
+    ) -> None:
         self._session = session
+        self._routing = routing
         self._base_url = base_url
         self._fields = fields  # of every request
         self._zero = time.perf_counter()
@@ -202,20 +235,54 @@ class _Load:
         if not client.background:
             await asyncio.sleep(client.at_s - self._now())
         messages: list[dict[str, str]] = []
+        said: list[int] = []
         for number, turn in enumerate(client.turns):
             if number:
                 await asyncio.sleep(client.pause_s)
             if not client.remembers:
-                messages = []
+                messages, said = [], []
+            if number and client.later_kind:
+                client = dataclasses.replace(client, kind=client.later_kind)
+            if turn.ids:
+                said += turn.ids
+                said += await self._ask_ids(client, said, turn.answer_tokens)
+                continue
             messages.append({"role": "user", "content": turn.text})
-            text = await self._ask(client, messages, turn.answer_tokens)
-            messages.append({"role": "assistant", "content": text})
+            answer = await self._ask(client, PATH, {"messages": messages}, turn.answer_tokens, Leg())
+            messages.append({"role": "assistant", "content": answer.text})
 
-    async def _ask(self, client: Client, messages: list[dict[str, str]], answer_tokens: int) -> str:
-        """One request; its text. The rest is in its record."""
+    async def _ask_ids(self, client: Client, prompt: list[int], answer_tokens: int) -> list[int]:
+        """One request by the way that the router chooses; the ids that were generated."""
+        routing = self._routing
+        prompt = list(prompt)
+        leg = routing.begin(prompt) if routing else Leg()
+        fields = {"prompt": prompt, "return_token_ids": True}
+        answer = await self._ask(
+            client,
+            IDS_PATH,
+            fields,
+            answer_tokens,
+            leg,
+            lambda: routing.first_token(prompt, leg) if routing else None,
+        )
+        if routing:
+            routing.end(prompt, answer.ids)
+        return answer.ids
+
+    async def _ask(
+        self,
+        client: Client,
+        path: str,
+        prompt: dict[str, Any],
+        answer_tokens: int,
+        leg: Leg,
+        first: Callable[[], None] = lambda: None,
+    ) -> _Answer:
+        """One request; what it generated. The rest is in its record. `first` is called once, at the first token or
+        when none can come any more."""
         body = {
             **self._fields,
-            "messages": messages,
+            **prompt,
             "max_tokens": answer_tokens,
             "ignore_eos": True,
             "temperature": 0,
@@ -225,22 +292,26 @@ class _Load:
         record = Record(client.kind, uuid.uuid4().hex, self._now())
         self._records.append(record)
         answer = _Answer(record)
-        url = client.base_url or self._base_url
+        url = leg.base_url or client.base_url or self._base_url
+        is_told = False
         try:
             async with self._session.post(
-                url + PATH, data=json.dumps(body), headers=_headers(record.request_id)
+                url + path, data=json.dumps(body), headers=_headers(record.request_id) | dict(leg.headers)
             ) as response:
                 record.status = response.status
-                record.decision = response.headers.get("x-pd-decision", "")
+                record.decision = response.headers.get("x-pd-decision", leg.decision)
                 if response.status != 200:
                     record.error = f"status {response.status}: {(await response.text())[:300]}"
-                    return ""
+                    return answer
                 async for data in response.content.iter_any():
                     answer.take(data, self._now())
+                    if record.token_s and not is_told:
+                        is_told = True
+                        first()
                     if client.background and self._over.is_set():
                         record.broken_off = True
                         response.close()
-                        return answer.text
+                        return answer
             if not answer.done and not record.error:
                 record.error = "the stream ended without [DONE]"
         except TimeoutError:
@@ -249,7 +320,9 @@ class _Load:
             record.error = f"connection to {url}: {error!r}"
         finally:
             record.ended_s = self._now()
-        return answer.text
+            if not is_told:
+                first()
+        return answer
 
 
 def _headers(request_id: str) -> dict[str, str]:
@@ -263,6 +336,8 @@ class _Answer:
         self._record = record
         self._rest = b""
         self._texts: list[str] = []
+        self.ids: list[int] = []
+        """Generated ones, of a prompt of token ids."""
         self.done = False
 
     @property
@@ -275,16 +350,20 @@ class _Answer:
             if "error" in event:
                 self._record.error = f"error event: {json.dumps(event['error'])[:300]}"
                 continue
-            deltas = [choice["delta"] for choice in event.get("choices", ())]
-            # A token may have no text of its own (half a character); the event with the role is no token.
-            texts = [
-                delta["content"] for delta in deltas if "role" not in delta and delta.get("content") is not None
-            ]
-            if texts:
-                self._texts += texts
+            if self._tokens(event.get("choices", ())):
                 self._record.token_s.append(now_s)
             if event.get("usage"):
                 self._record.prompt_tokens = event["usage"]["prompt_tokens"]
+
+    def _tokens(self, choices: Sequence[dict[str, Any]]) -> bool:
+        """Keeps what was generated, of either API; whether there was anything."""
+        ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+        # A token may have no text of its own (half a character); the event with the role is no token.
+        deltas = [choice["delta"] for choice in choices if "delta" in choice]
+        texts = [delta["content"] for delta in deltas if "role" not in delta and delta.get("content") is not None]
+        self.ids += ids
+        self._texts += texts
+        return bool(ids or texts)
 
     def _events(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
         for line in lines:

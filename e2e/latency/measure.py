@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -118,11 +118,30 @@ class Stage:
     """A pair of engines, the sidecar before the decode engine, the router beside it. A context manager: it ends all
     that it started."""
 
-    def __init__(self, model: str, cores: Cores, router: Path | None, ucx_tls: str, block_size: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        cores: Cores,
+        router: Path | None,
+        ucx_tls: str,
+        block_size: int,
+        *,
+        sidecar_flags: Sequence[str] = (),
+        decode_flags: Sequence[str] = (),
+        kv_cache_bytes: int | None = None,
+    ) -> None:
         self._cores = cores
         self._router = router
+        self._sidecar_flags = sidecar_flags
         flags = ["--dtype", DTYPE, "--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)]
-        self.rig = Rig(model, extra_flags=flags, extra_env={"UCX_TLS": ucx_tls}, block_size=block_size)
+        self.rig = Rig(
+            model,
+            extra_flags=flags,
+            extra_env={"UCX_TLS": ucx_tls},
+            block_size=block_size,
+            decode_flags=decode_flags,
+            kv_cache_bytes=kv_cache_bytes,
+        )
         self._proxies: dict[str, Proxy] = {}
         self.failed: dict[str, str] = {}
         """Ways that did not come up, and why."""
@@ -131,7 +150,8 @@ class Stage:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.rig)
-            self._start("sidecar", _sidecar(self.prefill, self.decode), Path(sys.executable), stack)
+            spec = _sidecar(self.prefill, self.decode, self._sidecar_flags)
+            self._start("sidecar", spec, Path(sys.executable), stack)
             if self._router:
                 try:
                     self._start(ROUTER, SPECS[ROUTER], self._router, stack)
@@ -200,6 +220,7 @@ class Stage:
                     self.rig.model_name,
                     clients,
                     salt=uuid.uuid4().hex,
+                    routing=mode.routing(self.prefill.address, self.decode.url) if mode.routing else None,
                     min_window_s=scenario.min_window_s,
                     begin=begin,
                     events=[(scenario.kill_at_s, kill)] if mode.kill_prefill else [],
@@ -209,7 +230,7 @@ class Stage:
                 await asyncio.to_thread(self._mend)
         await self._until_idle()
         after = await asyncio.to_thread(self._count)
-        decisions = await asyncio.to_thread(self._decisions) if mode.disagg else {}
+        decisions = await asyncio.to_thread(self.decisions) if mode.disagg else {}
         return _sample(mode, run, before[0], after, decisions)
 
     def _mend(self) -> None:
@@ -247,7 +268,8 @@ class Stage:
     def _count(self) -> Counted:
         return Counted(self.prefill.metrics(), self.decode.metrics())
 
-    def _decisions(self) -> dict[str, dict[str, Any]]:
+    def decisions(self) -> dict[str, dict[str, Any]]:
+        """The sidecar's latest, by request id."""
         decisions = msgspec.json.decode(_http("GET", self._proxies["sidecar"].place.admin_port, "/decisions"))
         return {decision["request_id"]: decision for decision in decisions}
 
@@ -266,8 +288,8 @@ class Counted:
     decode: Metrics
 
 
-def _sidecar(prefill: Engine, decode: Engine) -> Spec:
-    """The sidecar of this pair, with its defaults."""
+def _sidecar(prefill: Engine, decode: Engine, more: Sequence[str]) -> Spec:
+    """The sidecar of this pair, with its defaults but for these flags."""
 
     def command(place: Place, python: Path) -> list[str]:
         flags = {
@@ -281,7 +303,8 @@ def _sidecar(prefill: Engine, decode: Engine) -> Spec:
             "--prefill-side-channel-port": prefill.side_channel_port,
             "--nixl-relay-port": free_ports(),
         }
-        return [str(python), "-m", "sidecar", "serve", *(str(word) for pair in flags.items() for word in pair)]
+        words = [str(word) for pair in flags.items() for word in pair]
+        return [str(python), "-m", "sidecar", "serve", *words, *more]
 
     return Spec("sidecar", 2, command)
 
@@ -346,6 +369,9 @@ def _request(record: Record, window_s: float, decision: dict[str, Any]) -> dict[
         "e2e_ms": ms(record.e2e_s),
         "token_ms": [round(at * 1000, 1) for at in record.token_s if -1 < at <= window_s],
     }
+    for name in ("reason", "inputs", "predicted"):
+        if decision.get(name):
+            told[name] = decision[name]
     for name in ("ttft", "prefill", "decode_first_byte", "overhead"):
         if (seconds := decision.get(f"{name}_seconds")) is not None:
             told[f"sidecar_{name}_ms"] = round(seconds * 1000, 3)
@@ -400,7 +426,8 @@ def trouble(mode: Mode, sample: Sample) -> str:
     ]
     if mode.disagg == "off" and set(decisions) != {"local"}:
         return f"decided {_counts(decisions)} with `--disagg off`"
-    if mode.disagg == "on" and not mode.kill_prefill and set(decisions) != {"remote"}:
+    is_always = mode.disagg == "on" and mode.routing is None
+    if is_always and not mode.kill_prefill and set(decisions) != {"remote"}:
         return f"decided {_counts(decisions)} with `--disagg on`"
     if mode.kill_prefill and "recompute" not in decisions and "local" not in decisions:
         return "the prefill engine was killed and nobody noticed"

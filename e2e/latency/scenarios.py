@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from e2e.latency.driver import Client, Turn
+from e2e.latency.driver import Client, Routing, Turn
 from e2e.prompts import TOKENS_PER_SENTENCE, make_prompt
 
 STREAM, LONG = "stream", "long prompt"
@@ -31,6 +31,9 @@ class Mode:
     """False: only what runs in the background; the measure of what arrivals do to it."""
     elsewhere: bool = False
     """Arrivals go to the prefill engine, as if they were another decode engine's: one token each."""
+    routing: Callable[[str, str], Routing] | None = None
+    """(prefill address, decode engine's URL) → who chooses the way of each request in the sidecar's place, which
+    then only moves: a rule that sees everything from the beginning of the sample."""
 
 
 MODES: dict[str, Mode] = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from e2e.latency import report
-from e2e.latency.__main__ import _compact, _flags, _plan, main
+from e2e.latency.__main__ import _flags, _plan, compact, main
 from e2e.latency.scenarios import MODES, SCENARIOS
 from tests.unit.latency.samples import interference, request, results, sample
 
@@ -141,7 +141,7 @@ def test_the_samples_are_json_again_and_make_the_same_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = make(results(one_round()))
-    text = _compact(document)
+    text = compact(document)
     assert json.loads(text) == document
     assert max(text.splitlines(), key=len).count("token_ms") == 1
     source = tmp_path / "latency.json"
