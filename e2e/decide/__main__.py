@@ -20,13 +20,14 @@ from e2e import machine
 from e2e.bench.proxies import NotReadyError
 from e2e.decide import report
 from e2e.decide.ways import LEAST_TOKENS, MAIN, MIXED, SIDE, WARM_UP, WAYS
-from e2e.engines import HOST, RigError, free_ports
+from e2e.engines import HOST, RigError
 from e2e.install import InstallError
 from e2e.latency.__main__ import compact
 from e2e.latency.driver import LoadError
 from e2e.latency.measure import BLOCK_SIZE, DTYPE, UCX_TLS, Cores, Result, Sample, Stage
 from e2e.models import ModelError
 from e2e.rounds import turns
+from tests.ports import free_ports
 
 _ROOT = Path(__file__).parents[2]
 _DOCS = _ROOT / "docs" / "decide"
