@@ -200,6 +200,7 @@ class Stage:
         await self._until_it_works(url, mode)
         await self._until_idle()
         before: list[Counted] = []
+        salt = uuid.uuid4().hex
 
         async def begin() -> None:
             before.append(await asyncio.to_thread(self._count))
@@ -215,11 +216,14 @@ class Stage:
                 clients = [client for client in scenario.clients(seed) if client.background or mode.arrivals]
                 if mode.elsewhere:
                     clients = [client if client.background else _to(self.prefill.url, client) for client in clients]
+                if mode.held:
+                    await driver.run(url, self.rig.model_name, _one_token_of_each(clients), salt=salt)
+                    await self._until_idle()
                 run = await driver.run(
                     url,
                     self.rig.model_name,
                     clients,
-                    salt=uuid.uuid4().hex,
+                    salt=salt,
                     routing=mode.routing(self.prefill.address, self.decode.url) if mode.routing else None,
                     min_window_s=scenario.min_window_s,
                     begin=begin,
@@ -272,6 +276,17 @@ class Stage:
         """The sidecar's latest, by request id."""
         decisions = msgspec.json.decode(_http("GET", self._proxies["sidecar"].place.admin_port, "/decisions"))
         return {decision["request_id"]: decision for decision in decisions}
+
+
+def _one_token_of_each(clients: Sequence[Client]) -> list[Client]:
+    """What arrives, at once and with as little of an answer as there can be."""
+    arrivals = [client for client in clients if not client.background]
+    return [
+        dataclasses.replace(
+            client, at_s=0.0, turns=tuple(dataclasses.replace(turn, answer_tokens=1) for turn in client.turns)
+        )
+        for client in arrivals
+    ]
 
 
 def _to(url: str, client: Client) -> Client:
@@ -433,6 +448,8 @@ def trouble(mode: Mode, sample: Sample) -> str:
         return "the prefill engine was killed and nobody noticed"
     if mode.disagg in ("", "off") and mode.name != ROUTER and pulled:
         return f"{pulled} tokens were pulled without disaggregation"
+    if mode.held and sample.decode_tokens["local_compute"] > sample.decode_tokens["local_cache_hit"]:
+        return "the decode engine did not hold what arrived"
     # A prefill engine may be killed before the first prompt has been pulled.
     pulls = mode.arrivals and not mode.kill_prefill and not mode.elsewhere
     if pulls and (mode.disagg == "on" or mode.name == ROUTER) and not pulled:

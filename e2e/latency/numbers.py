@@ -155,11 +155,16 @@ class Verdict:
         return "holds" if self.holds else "**DOES NOT HOLD**" + (f": {self.trouble}" if self.trouble else "")
 
 
-RATIOS = (("remote", "local", 0.15), ("remote", "quiet", 1.3))
+RATIOS = (("remote", "local", 0.15), ("remote", "held", 1.3), ("remote", "quiet", 1.3))
 """p99 of the gaps between tokens in the interference case: (way, against, limit)."""
 OVERHEADS = ((50, 1.0), (99, 3.0))
 """Percentile of the sidecar's own share of TTFT, and its limit in ms."""
-_TITLES = {"remote": "remote", "local": "local", "quiet": "nothing arriving"}
+_TITLES = {
+    "remote": "remote",
+    "local": "local",
+    "held": "the same answers, nothing to prefill",
+    "quiet": "nothing arriving",
+}
 
 
 def verdicts(results: dict[str, Any], targets: Targets) -> list[Verdict]:

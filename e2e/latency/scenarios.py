@@ -31,6 +31,8 @@ class Mode:
     """False: only what runs in the background; the measure of what arrivals do to it."""
     elsewhere: bool = False
     """Arrivals go to the prefill engine, as if they were another decode engine's: one token each."""
+    held: bool = False
+    """The decode engine has computed what arrives before the sample begins."""
     routing: Callable[[str, str], Routing] | None = None
     """(prefill address, decode engine's URL) → who chooses the way of each request in the sidecar's place, which
     then only moves: a rule that sees everything from the beginning of the sample."""
@@ -49,6 +51,12 @@ MODES: dict[str, Mode] = {
             "as `quiet`, while the prefill engine computes the same prompts for nobody",
             "on",
             elsewhere=True,
+        ),
+        Mode(
+            "held",
+            "as `local`, but decode holds the KV of what arrives: what is left is to decode the answers",
+            "off",
+            held=True,
         ),
         Mode("fallback", "sidecar, `--disagg on`, prefill engine killed in mid-run", "on", kill_prefill=True),
         Mode("vllm-router", "vllm-router in place of the sidecar"),
@@ -136,8 +144,8 @@ SCENARIOS: dict[str, Scenario] = {
             "interference",
             "Four running streams, three prompts of 2,000 tokens arriving 1.5 s apart",
             _interference,
-            modes=("quiet", "elsewhere", *USUAL, "fallback"),
-            quick_modes=("quiet", "elsewhere", "local", "remote"),
+            modes=("quiet", "elsewhere", "held", *USUAL, "fallback"),
+            quick_modes=("quiet", "elsewhere", "held", "local", "remote"),
             rounds=4,
             min_window_s=6.0,
             kill_at_s=2.2,

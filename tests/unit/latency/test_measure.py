@@ -132,6 +132,13 @@ def test_remote_without_kv_is_trouble() -> None:
     assert sample.trouble == "no token was pulled: everything was computed twice"
 
 
+def test_what_was_to_be_held_and_was_computed_is_trouble() -> None:
+    name = "vllm:prompt_tokens_by_source_total"
+    computed = counted("", f'{name}{{source="local_compute"}} 2000\n{name}{{source="external_kv_transfer"}} 100\n')
+    sample = measure._sample(MODES["held"], records("local"), BEFORE, computed, {})
+    assert sample.trouble == "the decode engine did not hold what arrived"
+
+
 def test_rounds_turn() -> None:
     assert list(turns(["a", "b", "c"], 3)) == [["a", "b", "c"], ["a", "c", "b"], ["c", "a", "b"]]
 

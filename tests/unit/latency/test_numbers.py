@@ -83,6 +83,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 def verdicts(remote_ms: float, *, overhead_ms: float = 0.3, trouble: str = "") -> list[numbers.Verdict]:
     rounds = {
         "quiet": interference("quiet", 100),
+        "held": interference("held", 105, "", overhead_ms),
         "local": interference("local", 1000),
         "remote": interference("remote", remote_ms, trouble, overhead_ms),
     }
@@ -90,26 +91,27 @@ def verdicts(remote_ms: float, *, overhead_ms: float = 0.3, trouble: str = "") -
 
 
 def test_what_is_kept_holds() -> None:
-    assert [verdict.word for verdict in verdicts(130)] == ["holds"] * 4
+    assert [verdict.word for verdict in verdicts(130)] == ["holds"] * 5
 
 
 def test_what_is_not_kept_does_not() -> None:
-    to_local, to_quiet, p50, p99 = verdicts(151, overhead_ms=2.0)
-    assert [to_local.holds, to_quiet.holds, p50.holds, p99.holds] == [False, False, False, True]
+    to_local, to_held, to_quiet, p50, p99 = verdicts(151, overhead_ms=2.0)
+    found = [to_local.holds, to_held.holds, to_quiet.holds, p50.holds, p99.holds]
+    assert found == [False, False, False, False, True]
     assert to_local.measured == Spread(pytest.approx(0.151), pytest.approx(0.151), pytest.approx(0.151))
     assert to_local.word == "**DOES NOT HOLD**"
 
 
 def test_a_ratio_of_a_run_with_trouble_holds_nothing() -> None:
-    to_local, to_quiet, *_ = verdicts(100, trouble="no token was pulled")
+    to_local, _, to_quiet, *_ = verdicts(100, trouble="no token was pulled")
     assert not to_local.holds
     assert to_quiet.word == "**DOES NOT HOLD**: no token was pulled"
 
 
 def test_what_was_not_measured_is_said_so() -> None:
-    assert [verdict.word for verdict in numbers.verdicts({}, TARGETS)] == ["not measured"] * 4
+    assert [verdict.word for verdict in numbers.verdicts({}, TARGETS)] == ["not measured"] * 5
     only_local = results({"local": interference("local", 1000)})
-    assert [verdict.holds for verdict in numbers.verdicts(only_local, TARGETS)] == [None] * 4
+    assert [verdict.holds for verdict in numbers.verdicts(only_local, TARGETS)] == [None] * 5
 
 
 def test_the_share_is_that_of_remote_requests_and_of_whole_engines() -> None:

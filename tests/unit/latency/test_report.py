@@ -68,10 +68,12 @@ def test_it_states_the_ratios_and_whether_they_hold() -> None:
     assert share[1:] == ["≤ 3 ms", "0.30 ms, 2 requests", "holds"]
 
 
-def test_what_a_busy_neighbour_costs_is_told_apart() -> None:
-    text = report.markdown(make(results(one_round() | {"elsewhere": interference("elsewhere", 105)})), [])
-    assert "1.05 times as long" in text
-    assert "remote ÷ nothing arriving is 1.05: that" in text
+def test_what_remote_prefill_itself_costs_is_told_apart() -> None:
+    others = {"elsewhere": interference("elsewhere", 105), "held": interference("held", 102)}
+    text = " ".join(report.markdown(make(results(one_round() | others)), []).split())
+    assert "attend to: that alone makes the p99 gap 1.02 times as long" in text
+    assert "a busy neighbour alone makes it 1.05 times as long" in text
+    assert "with nothing to prefill, makes it 1.08 times as long" in text
     assert "busy neighbour" not in report.markdown(make(results(one_round())), [])
 
 
