@@ -20,12 +20,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+import zmq
+
 from e2e.asking import COMPLETIONS, ask, prompt, request_body
+from e2e.door import Door, gone_between_the_legs
 from e2e.engines import HOST, Engine
 from e2e.pair import LEASE_S, free
 from e2e.rig import Rig
-from e2e.test_client_leaves import Door, gone_between_the_legs
-from e2e.test_side_channel import wound
 from tests.integration.sidecar import Sidecar
 
 PROMPT_TOKENS = 600
@@ -56,6 +58,19 @@ def sidecar_for(rig: Rig, *flags: str) -> Iterator[Sidecar]:
         yield sidecar
     finally:
         sidecar.stop()
+
+
+def wound(engine: Engine) -> None:
+    """Ends the listener of an engine's side channel for good: one question for a rank that it does not have."""
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.REQ) as asking:
+            asking.linger = 0
+            asking.connect(f"tcp://{HOST}:{engine.side_channel_port}")
+            asking.send(msgspec.msgpack.encode((b"get_meta_msg", 7, 7)))
+            assert not asking.poll(1000)
+    finally:
+        context.term()
 
 
 class Table:

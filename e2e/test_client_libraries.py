@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from e2e.asking import eventually, prompt
+from e2e.essence import essence
 from e2e.pair import LEASE_S, SOONER_THAN_A_LEASE_S, Pair, free, idle, paired
 from e2e.rig import Rig
-from e2e.test_same_answer import essence
 from tests.libraries import ANTHROPIC, LIBRARIES, OPENAI, Library
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import pytest
 from e2e.cluster import network, policy
 from e2e.cluster.pods import ADMIN_PORT, ENGINE_PORT, HTTP_PORT, SIDE_CHANNEL_PORT, START_S, Pod
 from e2e.cluster.policy import Member
+from tests.chart.policy import allowed
 from tests.chart.render import Object, template_of, with_values, workload
-from tests.chart.test_policy import allowed
 from tests.integration.client import Client
 from tests.integration.sidecar import completion, eventually
 from tests.kube import objects

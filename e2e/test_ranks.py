@@ -32,7 +32,7 @@ from e2e.asking import (
 )
 from e2e.pair import LEASE_S, SOONER_THAN_A_LEASE_S, Pair, free, idle, paired
 from e2e.rig import Rig
-from e2e.test_side_channel import wound
+from e2e.side_channel import wound
 
 if TYPE_CHECKING:
     from e2e.engines import Engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,38 +24,17 @@ from e2e.asking import (
     together,
     token_ids,
 )
+from e2e.essence import essence_of
 from e2e.pair import SOONER_THAN_A_LEASE_S, Pair, free
 
 if TYPE_CHECKING:
     from tests.integration.client import Answer
     from tests.integration.sidecar import Sidecar
 
-VOLATILE = {
-    *("id", "created", "created_at", "completed_at", "request_id", "item_id", "sequence_number", "cache_salt"),
-    *("created_cache_tokens", "cache_write_tokens"),  # where the prompt was computed
-}
-"""Members that differ between any two answers, or may."""
 TOOL = {
     "type": "function",
     "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"z": {}, "a": {}}}},
 }
-
-
-def essence(value: Any) -> Any:
-    """An answer without what is never the same twice; numbers to three places, as rounding is the engine's."""
-    if isinstance(value, dict):
-        return {key: essence(inner) for key, inner in value.items() if key not in VOLATILE}
-    if isinstance(value, list):
-        return [essence(inner) for inner in value]
-    if isinstance(value, float) and math.isfinite(value):
-        return round(value, 3)
-    return value
-
-
-def essence_of(answer: Answer) -> Any:
-    if (answer.header("content-type") or "").startswith("text/event-stream"):
-        return [essence(json.loads(event)) if event != b"[DONE]" else "[DONE]" for event in answer.events]
-    return essence(answer.json)
 
 
 OPTIONS: dict[str, tuple[Api, dict[str, Any]]] = {

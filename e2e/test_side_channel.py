@@ -6,34 +6,14 @@ A decode engine finds that out by itself, after 5 s for each request; the sideca
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
-
-import msgspec
-import zmq
 
 from e2e.asking import Questions
-from e2e.engines import HOST
 from e2e.pair import Pair, idle
+from e2e.side_channel import wound
 from sidecar.prefill.warmup import PROMPT_TOKENS
-
-if TYPE_CHECKING:
-    from e2e.engines import Engine
 
 HANDSHAKE_TIMEOUT_S = 5.0
 """Of a decode engine (vLLM 0.32, nixl/base_worker.py), for each rank."""
-
-
-def wound(engine: Engine) -> None:
-    """Ends the listener of an engine's side channel for good: one question for a rank that it does not have."""
-    context = zmq.Context()
-    try:
-        with context.socket(zmq.REQ) as asking:
-            asking.linger = 0
-            asking.connect(f"tcp://{HOST}:{engine.side_channel_port}")
-            asking.send(msgspec.msgpack.encode((b"get_meta_msg", 7, 7)))
-            assert not asking.poll(1000)
-    finally:
-        context.term()
 
 
 def test_a_dead_listener_costs_no_time(pair: Pair) -> None:

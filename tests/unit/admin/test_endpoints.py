@@ -8,7 +8,7 @@ from sidecar.exchange.budget import Budget
 from sidecar.prefill.address import parse
 from sidecar.prefill.breaker import State
 from sidecar.prefill.discovery.discovery import Discovery, Member, Report, Standing
-from tests.unit.prefill.test_endpoints import World as Known
+from tests.unit.prefill.world import Known
 
 
 class Source:

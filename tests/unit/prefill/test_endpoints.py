@@ -4,51 +4,31 @@ import random
 
 import pytest
 
-from sidecar.prefill.address import Address, AllowList, BadAddress, parse
+from sidecar.prefill.address import Address, BadAddress
 from sidecar.prefill.breaker import State
 from sidecar.prefill.endpoints import (
     MAX_ENDPOINTS,
     NO_KV_TO_BE_INEFFECTIVE,
     Endpoint,
-    Endpoints,
     NotAllowed,
 )
-
-
-class World(Endpoints):
-    def __init__(self, *configured: str, allow: tuple[str, ...] = ("any",)) -> None:
-        self.clock = 0.0
-        self.heard: list[tuple[str, str]] = []
-        super().__init__(
-            [parse(text) for text in configured],
-            AllowList(list(allow)),
-            lambda: self.clock,
-            learned=lambda endpoint: self.heard.append(("learned", endpoint.label)),
-            forgotten=lambda endpoint: self.heard.append(("forgotten", endpoint.label)),
-        )
-
-    def pick(self, *tried: Endpoint, ordered: bool = False, may_repeat: bool = False) -> Endpoint | None:
-        return self.choose(self.configured, list(tried), ordered=ordered, may_repeat=may_repeat)
-
-    def broken(self, endpoint: Endpoint) -> None:
-        self.failed(endpoint, at_once=True, trial=0)
-
+from tests.unit.prefill.world import Known
 
 # -- candidates ------------------------------------------------------------------------------------------------
 
 
 def test_repeated_configured_endpoints_are_one() -> None:
-    world = World("a:1", "A.:1", "[::1]:2", "[0::1]:2")
+    world = Known("a:1", "A.:1", "[::1]:2", "[0::1]:2")
     assert [endpoint.label for endpoint in world] == ["a:1", "[::1]:2"]
 
 
 def test_header_in_another_spelling_is_the_configured_endpoint() -> None:
-    world = World("10.0.0.5:8000", allow=())
+    world = Known("10.0.0.5:8000", allow=())
     assert world.candidates([b"[::ffff:10.0.0.5]:08000"]) == world.configured
 
 
 def test_learned_endpoints_are_shared() -> None:
-    world = World()
+    world = Known()
     first = world.candidates([b"a:1"])
     assert world.candidates([b"A.:1"]) == first
     assert not first[0].configured
@@ -56,7 +36,7 @@ def test_learned_endpoints_are_shared() -> None:
 
 
 def test_refusals() -> None:
-    world = World("a:1", allow=())
+    world = Known("a:1", allow=())
     with pytest.raises(NotAllowed, match=r"b:1, c:1"):
         world.candidates([b"b:1,c:1"])
     assert [endpoint.label for endpoint in world.candidates([b"b:1,a:1"])] == ["a:1"]
@@ -68,7 +48,7 @@ def test_refusals() -> None:
 
 
 def test_lists_are_bounded() -> None:
-    world = World()
+    world = Known()
     assert len(world.candidates([b",".join(b"h%d:1" % n for n in range(64))])) == 64
     with pytest.raises(BadAddress):
         world.candidates([b",".join(b"h%d:1" % n for n in range(65))])
@@ -76,7 +56,7 @@ def test_lists_are_bounded() -> None:
 
 def test_memory_is_bounded() -> None:
     """Case 44: a header a request must not grow the sidecar, nor push out what is configured or in use."""
-    world = World("a:1", "b:1")
+    world = Known("a:1", "b:1")
     busy = world.candidates([b"busy:1"])[0]
     world.begin(busy, 10)
     for n in range(3 * MAX_ENDPOINTS):
@@ -92,7 +72,7 @@ def test_memory_is_bounded() -> None:
 
 def test_forgotten_endpoints_know_it() -> None:
     """A request may still hold one."""
-    world = World()
+    world = Known()
     first = world.candidates([b"first:1"])[0]
     for n in range(MAX_ENDPOINTS):
         world.candidates([b"h%d:1" % n])
@@ -103,7 +83,7 @@ def test_forgotten_endpoints_know_it() -> None:
 
 
 def test_refusal_of_a_long_list_is_short() -> None:
-    world = World(allow=())
+    world = Known(allow=())
     with pytest.raises(NotAllowed) as caught:
         world.candidates([b",".join(b"host-%d.example.com:8000" % n for n in range(64))])
     assert "host-0.example.com:8000" in str(caught.value)
@@ -115,7 +95,7 @@ def test_refusal_of_a_long_list_is_short() -> None:
 
 def test_the_less_loaded_of_two() -> None:
     """Chance picks the two, so the most loaded one of all is never chosen and no other is never chosen."""
-    world = World("a:1", "b:1", "c:1")
+    world = Known("a:1", "b:1", "c:1")
     a, b, c = world.configured
     for endpoint, tokens, number in ((a, 200, 1), (b, 100, 2), (c, 200, 2)):
         endpoint.tokens_in_flight, endpoint.in_flight = tokens, number
@@ -128,21 +108,21 @@ def test_the_less_loaded_of_two() -> None:
 
 
 def test_of_two_always_the_less_loaded() -> None:
-    world = World("a:1", "b:1")
+    world = Known("a:1", "b:1")
     a, b = world.configured
     world.begin(a, 1)
     assert {world.pick() for _ in range(50)} == {b}
 
 
 def test_ties_are_broken_by_chance() -> None:
-    world = World("a:1", "b:1", "c:1")
+    world = Known("a:1", "b:1", "c:1")
     world._random = random.Random(1)
     chosen = [world.pick() for _ in range(300)]
     assert all(50 < chosen.count(endpoint) < 150 for endpoint in world.configured)
 
 
 def test_order_of_the_header_is_kept() -> None:
-    world = World("a:1", "b:1")
+    world = Known("a:1", "b:1")
     a, b = world.configured
     a.in_flight = 100
     assert world.pick(ordered=True) is a
@@ -150,7 +130,7 @@ def test_order_of_the_header_is_kept() -> None:
 
 
 def test_open_breakers_and_blocked_endpoints_are_passed_over() -> None:
-    world = World("a:1", "b:1", "c:1")
+    world = Known("a:1", "b:1", "c:1")
     a, b, c = world.configured
     world.broken(a)
     b.blocked = "incompatible"
@@ -165,7 +145,7 @@ def test_open_breakers_and_blocked_endpoints_are_passed_over() -> None:
 
 @pytest.mark.parametrize("may_repeat", [True, False])
 def test_only_endpoint_comes_again_only_if_it_may(may_repeat: bool) -> None:
-    world = World("a:1")
+    world = Known("a:1")
     only = world.configured[0]
     assert world.pick(may_repeat=may_repeat) is only
     assert world.pick(only, may_repeat=may_repeat) is (only if may_repeat else None)
@@ -174,7 +154,7 @@ def test_only_endpoint_comes_again_only_if_it_may(may_repeat: bool) -> None:
 
 
 def test_nothing_to_choose_from() -> None:
-    world = World()
+    world = Known()
     assert world.pick() is None
     assert not world.any_usable([])
 
@@ -183,7 +163,7 @@ def test_nothing_to_choose_from() -> None:
 
 
 def test_in_flight() -> None:
-    world = World("a:1")
+    world = Known("a:1")
     a = world.configured[0]
     assert world.begin(a, 10) == 0
     world.begin(a, 10)
@@ -194,7 +174,7 @@ def test_in_flight() -> None:
 
 
 def test_begin_tells_the_trial() -> None:
-    world = World("a:1")
+    world = Known("a:1")
     a = world.configured[0]
     world.broken(a)
     world.clock = 2.0
@@ -209,7 +189,7 @@ def test_begin_tells_the_trial() -> None:
 
 
 def test_effective() -> None:
-    world = World("a:1")
+    world = Known("a:1")
     for _ in range(NO_KV_TO_BE_INEFFECTIVE):
         assert world.effective
         world.brought_no_kv()
@@ -226,7 +206,7 @@ def test_hosts_that_a_handoff_may_name() -> None:
 
 
 def test_what_a_prompt_finds_before_it() -> None:
-    world = World("a:1", "b:2", "c:3")
+    world = Known("a:1", "b:2", "c:3")
     a, b, c = world.configured
     world.begin(a, 500)
     world.begin(b, 300)
@@ -240,7 +220,7 @@ def test_what_a_prompt_finds_before_it() -> None:
 CONVERSATIONS = list(map(random.Random(3).getrandbits, [32] * 2000))
 
 
-def homes(world: World, tokens: int = 1000) -> list[Endpoint | None]:
+def homes(world: Known, tokens: int = 1000) -> list[Endpoint | None]:
     return [
         world.choose(world.configured, [], ordered=False, may_repeat=False, conversation=number, tokens=tokens)
         for number in CONVERSATIONS
@@ -249,7 +229,7 @@ def homes(world: World, tokens: int = 1000) -> list[Endpoint | None]:
 
 def test_conversation_stays_where_it_is() -> None:
     """And all endpoints have their share."""
-    world = World("a:1", "b:1", "c:1", "d:1")
+    world = Known("a:1", "b:1", "c:1", "d:1")
     first = homes(world)
     assert homes(world) == first
     for endpoint in world.configured:
@@ -260,7 +240,7 @@ def test_a_beginning_that_a_fleet_shares_is_spread_over_all_endpoints() -> None:
     """A sidecar sees its own load only: two hundred of them must not agree on one endpoint."""
     chosen = []
     for _ in range(200):
-        world = World("a:1", "b:1", "c:1", "d:1")
+        world = Known("a:1", "b:1", "c:1", "d:1")
         one = world.choose(world.configured, [], ordered=False, may_repeat=False, conversation=7, tokens=1000)
         chosen.append(one and one.label)
     for label in ("a:1", "b:1", "c:1", "d:1"):
@@ -268,7 +248,7 @@ def test_a_beginning_that_a_fleet_shares_is_spread_over_all_endpoints() -> None:
 
 
 def test_endpoint_that_cannot_be_used_moves_only_its_own_conversations() -> None:
-    world = World("a:1", "b:1", "c:1", "d:1")
+    world = Known("a:1", "b:1", "c:1", "d:1")
     before = homes(world)
     gone = world.configured[1]
     world.broken(gone)
@@ -280,7 +260,7 @@ def test_endpoint_that_cannot_be_used_moves_only_its_own_conversations() -> None
 
 
 def test_conversation_leaves_an_endpoint_where_more_waits_than_a_cache_could_save() -> None:
-    world = World("a:1", "b:1")
+    world = Known("a:1", "b:1")
     [number] = [number for number, home in zip(CONVERSATIONS, homes(world), strict=True) if home][:1]
     home = world.choose(world.configured, [], ordered=False, may_repeat=False, conversation=number, tokens=500)
     assert home is not None
@@ -295,7 +275,7 @@ def test_conversation_leaves_an_endpoint_where_more_waits_than_a_cache_could_sav
 
 
 def test_conversation_is_tried_elsewhere_after_a_failure() -> None:
-    world = World("a:1", "b:1", "c:1")
+    world = Known("a:1", "b:1", "c:1")
     tried: list[Endpoint] = []
     for _ in range(3):
         one = world.choose(world.configured, tried, ordered=False, may_repeat=False, conversation=7, tokens=10)

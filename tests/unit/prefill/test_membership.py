@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from sidecar.prefill.address import Address, parse
+from sidecar.prefill.address import Address
 from sidecar.prefill.breaker import State
 from sidecar.prefill.endpoints import (
     DEPARTED_FOR_S,
@@ -14,21 +14,11 @@ from sidecar.prefill.endpoints import (
     WARM_IN_S,
     NotAllowed,
 )
-from tests.unit.prefill.test_endpoints import World as Known
-
-
-class World(Known):
-    def tell(self, *ready: str, unready: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
-        present = {parse(text): True for text in ready} | {parse(text): False for text in unready}
-        joined, left = self.discovered(present)
-        return [str(one) for one in joined], [str(one) for one in left]
-
-    def labels(self, header: str = "") -> list[str]:
-        return [one.label for one in self.candidates([header.encode()] if header else [])]
+from tests.unit.prefill.world import Discovered
 
 
 def test_who_joins_and_who_leaves() -> None:
-    world = World("s:1", allow=())
+    world = Discovered("s:1", allow=())
     assert world.labels() == ["s:1"]
     assert world.tell("b:1", "a:1") == (["a:1", "b:1"], [])
     assert world.labels() == ["s:1", "a:1", "b:1"]
@@ -39,7 +29,7 @@ def test_who_joins_and_who_leaves() -> None:
 
 
 def test_static_endpoints_stay_whatever_the_source_says() -> None:
-    world = World("s:1")
+    world = Discovered("s:1")
     world.tell("s:1", "a:1")
     assert world.labels() == ["s:1", "a:1"]
     world.tell(unready=("s:1",))
@@ -52,7 +42,7 @@ def test_static_endpoints_stay_whatever_the_source_says() -> None:
 
 def test_discovered_endpoints_are_allowed_targets_and_nothing_else_is() -> None:
     """Host and port."""
-    world = World(allow=())
+    world = Discovered(allow=())
     with pytest.raises(NotAllowed):
         world.candidates([b"a:1"])
     world.tell("a:1")
@@ -64,7 +54,7 @@ def test_discovered_endpoints_are_allowed_targets_and_nothing_else_is() -> None:
 
 def test_a_header_that_is_a_moment_behind() -> None:
     """What it names has just left: the others, as long as the gateway may not know; foreign again after that."""
-    world = World(allow=())
+    world = Discovered(allow=())
     world.tell("a:1", "b:1")
     world.tell("b:1")
     assert world.labels("a:1") == ["b:1"]
@@ -77,7 +67,7 @@ def test_a_header_that_is_a_moment_behind() -> None:
 
 def test_a_header_that_names_what_is_not_ready_yet() -> None:
     """For as long as the source says so. --prefill-allow does not change that."""
-    world = World("s:1", allow=("any",))
+    world = Discovered("s:1", allow=("any",))
     world.tell(unready=("a:1",))
     world.clock += 10 * DEPARTED_FOR_S
     assert world.labels("a:1") == ["s:1"]
@@ -91,7 +81,7 @@ def test_a_header_that_names_what_is_not_ready_yet() -> None:
 
 def test_nothing_new_is_sent_to_one_that_left() -> None:
     """Not even a second attempt of a request that was decided on before."""
-    world = World()
+    world = Discovered()
     world.tell("a:1", "b:1")
     candidates = list(world.members)
     world.tell("b:1")
@@ -103,7 +93,7 @@ def test_nothing_new_is_sent_to_one_that_left() -> None:
 
 def test_requests_that_it_has_come_to_their_end() -> None:
     """Handoff and pull still need its side channel, so that is given back with the last of them."""
-    world = World()
+    world = Discovered()
     world.tell("a:1")
     a = world.members[0]
     world.begin(a, 10)
@@ -123,7 +113,7 @@ def test_requests_that_it_has_come_to_their_end() -> None:
 
 def test_back_before_its_last_request_ended() -> None:
     """It is the one that it was; after that it is a new one, with a clean slate."""
-    world = World()
+    world = Discovered()
     world.tell("a:1")
     a = world.members[0]
     world.begin(a, 10)
@@ -143,7 +133,7 @@ def test_back_before_its_last_request_ended() -> None:
 
 
 def test_an_endpoint_of_a_header_that_is_then_discovered() -> None:
-    world = World()
+    world = Discovered()
     (learned,) = world.candidates([b"a:1"])
     assert world.tell("a:1") == (["a:1"], [])
     assert world.members[0] is learned
@@ -152,7 +142,7 @@ def test_an_endpoint_of_a_header_that_is_then_discovered() -> None:
 
 
 def test_discovered_endpoints_make_no_room_for_those_of_headers() -> None:
-    world = World()
+    world = Discovered()
     world.tell("a:1")
     for n in range(2 * MAX_ENDPOINTS):
         world.candidates([b"h%d:1" % n])
@@ -162,7 +152,7 @@ def test_discovered_endpoints_make_no_room_for_those_of_headers() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     """A source that tells of other endpoints each time, for long."""
-    world = World()
+    world = Discovered()
     for turn in range(200):
         world.discovered({Address(f"h{turn}-{n}", 1): True for n in range(100)})
         world.clock += 0.1
@@ -178,7 +168,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_too_many_are_cut_to_the_same_ones_every_time() -> None:
-    world = World()
+    world = Discovered()
     many = {Address(f"h{n:05}", 1): True for n in range(MAX_DISCOVERED + 50)}
     world.discovered(many)
     first = world.labels()
@@ -190,7 +180,7 @@ def test_too_many_are_cut_to_the_same_ones_every_time() -> None:
 # -- weighted in gently ----------------------------------------------------------------------------------------
 
 
-def requests_to(world: World, host: str, number: int = 1000) -> int:
+def requests_to(world: Discovered, host: str, number: int = 1000) -> int:
     """How many of so many requests go to that endpoint if it is idle and every other has some."""
     chosen = [world.choose(world.members, [], ordered=False, may_repeat=False) for _ in range(number)]
     return sum(one is not None and one.address.host == host for one in chosen)
@@ -198,7 +188,7 @@ def requests_to(world: World, host: str, number: int = 1000) -> int:
 
 def test_no_herd_on_an_endpoint_that_joins() -> None:
     """It is the least loaded one of every sidecar; all of them together must not fall upon it."""
-    world = World()
+    world = Discovered()
     world._random = random.Random(5)
     world.tell("a:1", "b:1", "c:1", "d:1")
     for one in world.members:
@@ -214,7 +204,7 @@ def test_no_herd_on_an_endpoint_that_joins() -> None:
 
 
 def test_conversations_move_to_an_endpoint_that_joins_only_bit_by_bit() -> None:
-    world = World()
+    world = Discovered()
     world._random, draw = random.Random(5), random.Random(6)
     world.tell("a:1", "b:1", "c:1")
 
@@ -233,7 +223,7 @@ def test_conversations_move_to_an_endpoint_that_joins_only_bit_by_bit() -> None:
 
 
 def test_a_new_endpoint_is_used_where_no_other_can_be() -> None:
-    world = World()
+    world = Discovered()
     world.tell("a:1")
     world.tell("a:1", "new:1")
     old, new = world.members
@@ -245,7 +235,7 @@ def test_a_new_endpoint_is_used_where_no_other_can_be() -> None:
 
 def test_the_first_endpoints_need_not_wait() -> None:
     """Nor one that comes back while it still has requests."""
-    world = World()
+    world = Discovered()
     world.tell("a:1", "b:1")
     assert [one.share(world.clock) for one in world.members] == [1.0, 1.0]
     a = world.members[0]
@@ -254,6 +244,6 @@ def test_the_first_endpoints_need_not_wait() -> None:
     world.tell("a:1", "b:1")
     assert a in world.members
     assert a.share(world.clock) == 1.0
-    statics = World("s:1")
+    statics = Discovered("s:1")
     statics.tell("a:1")
     assert [one.share(world.clock) for one in statics.members] == [1.0, FIRST_SHARE]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Self
 
 from sidecar.prefill.discovery.discovery import Discovery, Source
-from tests.unit.prefill.test_membership import World as Known
+from tests.unit.prefill.world import Discovered
 
 
 class World:
@@ -15,7 +15,7 @@ class World:
 
     def __init__(self, source: Source) -> None:
         self.loop = asyncio.get_running_loop()
-        self.endpoints = Known(allow=())
+        self.endpoints = Discovered(allow=())
         self.errors: Counter[str] = Counter()
         self.discovery = Discovery(source, self.endpoints, self.loop.time, self._counted)
         self._task: asyncio.Task[None] | None = None
