@@ -13,6 +13,7 @@ from sidecar.exchange import failures
 from sidecar.exchange.budget import Budget
 from sidecar.prefill.address import AllowList
 from sidecar.prefill.endpoints import Endpoints
+from sidecar.workers.metrics import worker_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "pd-sidecar"
@@ -23,9 +24,9 @@ def metrics_table() -> str:
     observer = Observer(Endpoints([], AllowList([]), lambda: 0.0), Budget(1, 0))
     kinds = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
     lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for metric in observer.collection.metrics:
-        kind = kinds[type(metric)]
+    for metric in (*observer.collection.metrics, *worker_metrics([])):
         assert isinstance(metric, Counter | Gauge | Histogram)
+        kind = next(kind for what, kind in kinds.items() if isinstance(metric, what))
         name = f"pd_sidecar_{metric.name}" + ("_total" if kind == "counter" else "")
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         lines.append(f"| `{name}` | {kind} | {labels} | {metric.description} |")

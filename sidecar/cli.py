@@ -11,6 +11,7 @@ import yaml
 
 from sidecar import __version__, compat, config, log, replay, tls, top
 from sidecar.assembly import Sidecar
+from sidecar.control import Control
 from sidecar.settings import Settings
 
 _log = logging.getLogger("sidecar")
@@ -68,9 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return runner.run(_serve(settings, path, flags))
 
 
+def _made(settings: Settings, flags: Sequence[str]) -> Control:
+    """Raises `tls.BadTls`."""
+    if settings.workers == 1:
+        return Sidecar(settings, flags)
+    from sidecar.workers.hub import Hub
+
+    return Hub(settings, flags)
+
+
 async def _serve(settings: Settings, path: object, flags: Sequence[str]) -> int:
     try:
-        sidecar = Sidecar(settings, flags)
+        sidecar = _made(settings, flags)
     except tls.BadTls as error:  # a file has changed since it was checked
         _log.error("cannot start: %s", error)
         return 2

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -259,6 +260,15 @@ def _conflicts(settings: Settings) -> list[str]:
     if settings.kv_events == "on" and settings.kv_events_replay_port in events:
         mistakes.append(
             f"--kv-events-replay-port {settings.kv_events_replay_port} is also a --kv-events-port; choose another"
+        )
+    if settings.workers > 1 and settings.kv_events == "on":
+        mistakes.append(
+            f"--workers {settings.workers} and --kv-events on exclude each other: one process follows the "
+            "events, and the others would know none of the prefixes; leave one of them out"
+        )
+    if settings.workers > 1 and not sys.platform.startswith("linux"):
+        mistakes.append(
+            f"--workers {settings.workers}: only Linux deals the connections of one port out to several"
         )
     if settings.model_server_uds and size > 1:
         mistakes.append("--model-server-uds serves one rank; with --data-parallel-size use ports")

@@ -4,6 +4,8 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -12,7 +14,11 @@ MAX_CAUSES = 1024
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line."""
+    """One JSON object per line. `own`: members of this process's lines besides."""
+
+    def __init__(self, own: Mapping[str, int] = MappingProxyType({})) -> None:
+        super().__init__()
+        self._own = own
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -20,18 +26,20 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **self._own,
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
 
 
-def configure(log_format: str, level: str) -> None:
-    """Sets up the process's log."""
+def configure(log_format: str, level: str, worker: int = 0) -> None:
+    """Sets up the process's log. `worker`: its number, where there are several (`--workers`)."""
+    who = f"worker {worker}: " if worker else ""
     formatter = (
-        JsonFormatter()
+        JsonFormatter({"worker": worker} if worker else {})
         if log_format == "json"
-        else logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
+        else logging.Formatter(f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {who}%(message)s", "%Y-%m-%dT%H:%M:%S")
     )
     formatter.converter = time.gmtime
     handler = logging.StreamHandler(sys.stderr)

@@ -31,6 +31,15 @@ class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
     ] = 8200
     model_server_uds: Annotated[str, _m("Unix socket of the local decode engine, in place of host and port")] = ""
     data_parallel_size: Annotated[int, _m("local decode ranks", ge=1, le=256)] = 1
+    workers: Annotated[
+        int,
+        _m(
+            "processes that serve the port together, for pods with cores to spare: one more holds the admin port, "
+            "side channels, breakers and budget. Not with --kv-events on",
+            ge=1,
+            le=64,
+        ),
+    ] = 1
     metrics_host: Annotated[str, _m("address of the admin port; empty: every one")] = ""
     metrics_port: Annotated[
         int,

@@ -3,14 +3,14 @@
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from sidecar import config
-from sidecar.admin.health import Health
-from sidecar.admin.observer import Observer
 from sidecar.admin.switch import Switch
 from sidecar.settings import Settings
 
@@ -21,10 +21,39 @@ OPEN = frozenset({"/metrics", "/livez", "/readyz", "/startupz"})
 """For whoever reaches the port: Prometheus and the kubelet come from elsewhere."""
 
 
+class Observed(Protocol):
+    """What is shown of the requests: an `Observer`, or those of several processes together."""
+
+    @property
+    def collection(self) -> Collector: ...
+
+    def decisions(self) -> list[dict[str, Any]]: ...
+
+    def endpoints(self) -> dict[str, Any]: ...
+
+
+class Readiness(Protocol):
+    """See `sidecar.admin.health.Health`."""
+
+    @property
+    def problem(self) -> str: ...
+
+
+async def nobody_else(_decisions: bool) -> None:
+    """Everything that is shown is known to this process."""
+
+
 def application(
-    settings: Settings, observer: Observer, switch: Switch, health: Health, key: Callable[[], str]
+    settings: Settings,
+    observer: Observed,
+    switch: Switch,
+    health: Readiness,
+    key: Callable[[], str],
+    ask_others: Callable[[bool], Awaitable[None]] = nobody_else,
 ) -> web.Application:
-    """/metrics, /livez, /readyz, /startupz, /config, /decisions, /endpoints, /disagg. All but the first four are
+    """`ask_others` is awaited before what requests have done is shown; told whether it is their decisions.
+
+    /metrics, /livez, /readyz, /startupz, /config, /decisions, /endpoints, /disagg. All but the first four are
     for the pod itself and for who shows the bearer `key` ("": nobody else)."""
     registry = CollectorRegistry()
     registry.register(observer.collection)
@@ -32,6 +61,7 @@ def application(
         collector(registry=registry)
 
     async def metrics(request: web.Request) -> web.Response:
+        await ask_others(False)
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"content-type": content_type})
 
@@ -50,6 +80,7 @@ def application(
         return web.json_response({**config.shown(settings), "disagg": switch.mode.value})
 
     async def decisions(_request: web.Request) -> web.Response:
+        await ask_others(True)
         return web.json_response(observer.decisions())
 
     async def endpoints(_request: web.Request) -> web.Response:

@@ -23,7 +23,7 @@ class Counter(Generic[Labels]):
 
     def __init__(self, name: str, description: str, labels: tuple[str, ...]) -> None:
         self.name, self.description, self.labels = name, description, labels
-        self.values: dict[Labels, int] = {}
+        self.values: dict[Labels, float] = {}
 
     def add(self, labels: Labels, count: int = 1) -> None:
         self.values[labels] = self.values.get(labels, 0) + count
@@ -42,7 +42,7 @@ class Histogram(Generic[Labels]):
         self.name, self.description, self.labels, self.buckets = name, description, labels, buckets
         self.values: dict[Labels, list[float]] = {}
         """Counts for each bucket and one beyond, then the sum."""
-        self._exemplars: dict[tuple[Labels, int], Exemplar] = {}
+        self.exemplars: dict[tuple[Labels, int], Exemplar] = {}
         """The last traced observation of each bucket, for who scrapes OpenMetrics."""
 
     def observe(self, labels: Labels, value: float, trace_id: str = "") -> None:
@@ -54,7 +54,7 @@ class Histogram(Generic[Labels]):
         counts[bucket] += 1
         counts[-1] += value
         if trace_id:
-            self._exemplars[labels, bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
+            self.exemplars[labels, bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def count(self, labels: Labels) -> int:
         return int(sum(self.values.get(labels, [0])[:-1]))
@@ -67,7 +67,7 @@ class Histogram(Generic[Labels]):
             buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
             for bucket, (bound, count) in enumerate(zip(bounds, counts[:-1], strict=True)):
                 running += count
-                exemplar = self._exemplars.get((labels, bucket))
+                exemplar = self.exemplars.get((labels, bucket))
                 buckets.append((bound, running) if exemplar is None else (bound, running, exemplar))
             family.add_metric(labels, buckets, counts[-1])
         return family
@@ -83,11 +83,11 @@ class Gauge:
         labels: tuple[str, ...],
         read: Callable[[], Iterable[tuple[tuple[str, ...], float]]],
     ) -> None:
-        self.name, self.description, self.labels, self._read = name, description, labels, read
+        self.name, self.description, self.labels, self.read = name, description, labels, read
 
     def collect(self) -> Metric:
         family = GaugeMetricFamily(PREFIX + self.name, self.description, labels=self.labels)
-        for labels, value in self._read():
+        for labels, value in self.read():
             family.add_metric(labels, value)
         return family
 

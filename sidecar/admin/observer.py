@@ -19,7 +19,7 @@ from sidecar.admin.endpoints import shown
 from sidecar.admin.metrics import Collection, Counter, Gauge, Histogram
 from sidecar.decision.guards import Decision, Kind
 from sidecar.edge.service import Times
-from sidecar.exchange.budget import Budget
+from sidecar.exchange.budget import Recomputes
 from sidecar.exchange.failures import Row, Stage
 from sidecar.exchange.life import Exchange
 from sidecar.log import Limited
@@ -50,7 +50,7 @@ _Finished = tuple[float, str, Exchange, int, Times, bytes, bool]
 class Observer:
     """The observer of one process, shared by all its ranks."""
 
-    def __init__(self, endpoints: Endpoints, budget: Budget) -> None:
+    def __init__(self, endpoints: Endpoints, budget: Recomputes) -> None:
         self._endpoints = endpoints
         self._budget = budget
         self._limited = Limited(_log)
@@ -297,7 +297,7 @@ class Observer:
         if exchange.faults:
             self._tell_faults(exchange, request_id)
         if exchange.prefill_endpoint is not None:
-            self._tell_changes(exchange.prefill_endpoint)
+            self.tell_changes(exchange.prefill_endpoint)
 
     def decisions(self) -> list[dict[str, Any]]:
         """The last decisions, newest first."""
@@ -347,7 +347,20 @@ class Observer:
         if row is not None:
             self.fallbacks.add((str(row.stage), row.fault))
 
-    def _tell_changes(self, endpoint: Endpoint) -> None:
+    def tell_changes(self, endpoint: Endpoint | None) -> None:
+        """Logs what requests have changed of an endpoint's standing, and of remote prefill as a whole."""
+        if endpoint is not None:
+            self._tell_breaker(endpoint)
+        if self._endpoints.effective is not self._was_effective:
+            self._was_effective = self._endpoints.effective
+            if self._was_effective:
+                _log.info("remote prefill is effective again")
+            else:
+                _log.error(
+                    "remote prefills are paid for and bring no KV: check the prefill engines' --kv-transfer-config"
+                )
+
+    def _tell_breaker(self, endpoint: Endpoint) -> None:
         state = endpoint.breaker.state if not endpoint.forgotten else State.CLOSED
         was = self._breakers.get(endpoint.label, State.CLOSED)
         if state is not was:
@@ -357,14 +370,6 @@ class Observer:
                 self._breakers[endpoint.label] = state
             level = logging.WARNING if state is State.OPEN else logging.INFO
             _log.log(level, "prefill endpoint %s: breaker %s", endpoint.label, state.name.lower().replace("_", " "))
-        if self._endpoints.effective is not self._was_effective:
-            self._was_effective = self._endpoints.effective
-            if self._was_effective:
-                _log.info("remote prefill is effective again")
-            else:
-                _log.error(
-                    "remote prefills are paid for and bring no KV: check the prefill engines' --kv-transfer-config"
-                )
 
 
 def _tasks() -> int:

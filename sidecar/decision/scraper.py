@@ -2,11 +2,18 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
-from sidecar.decision.signals import Load, Signals
+from sidecar.decision.signals import Load
 
 EVERY_S = 1.0
 TIMEOUT_S = 1.0
+
+
+class Hearer(Protocol):
+    """`sidecar.decision.signals.Signals`, or what hands on to those of other processes."""
+
+    def tell(self, load: Load | None, now: float) -> None: ...
 
 
 class Scraper:
@@ -15,7 +22,7 @@ class Scraper:
     def __init__(
         self,
         ask: Callable[[float], Awaitable[Load | None]],
-        signals: Signals,
+        signals: Hearer,
         wanted: Callable[[], bool],
         now: Callable[[], float],
     ) -> None:

@@ -14,11 +14,21 @@ SWEEP_S = 0.5
 class Server:
     """One serving port."""
 
-    def __init__(self, service: Service, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        *,
+        shares_port: bool = False,
+    ) -> None:
+        """`shares_port`: other processes listen on it too; the kernel deals connections out (SO_REUSEPORT)."""
         self._service = service
         self._host = host or None
         self._port = port
         self._tls = tls
+        self._shares_port = shares_port
         self._server: asyncio.Server | None = None
         self._connections: set[ClientConnection] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -27,10 +37,10 @@ class Server:
     async def listen(self) -> None:
         """Raises `OSError` if the port cannot be had."""
         loop = self._service.loop
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"reuse_port": True} if self._shares_port else {}
         if self._tls is not None:
             settings = self._service.settings
-            options = {
+            options |= {
                 "ssl": self._tls,
                 "ssl_handshake_timeout": settings.client_head_timeout,
                 # Bounds how long what is buffered may take to a client that reads it after the end.

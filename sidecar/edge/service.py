@@ -12,7 +12,7 @@ from sidecar.decision.rules import Rules
 from sidecar.edge.engine import EnginePool
 from sidecar.edge.request import Request
 from sidecar.exchange.apis import Api
-from sidecar.exchange.budget import Budget
+from sidecar.exchange.budget import Recomputes
 from sidecar.exchange.failures import Row
 from sidecar.exchange.life import Exchange
 from sidecar.prefill.address import Address
@@ -135,7 +135,7 @@ class Service:
     live: Live
     connector: Connector
     endpoints: Endpoints
-    budget: Budget
+    budget: Recomputes
     engine: EnginePool
     prefill_pool: Callable[[Endpoint], EnginePool]
     observer: Observer

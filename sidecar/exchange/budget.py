@@ -1,5 +1,20 @@
 """The recompute budget: how much of a failed prefill side's work the local engine takes on at once. No I/O."""
 
+from typing import Protocol
+
+
+class Recomputes(Protocol):
+    """What a request asks before it is recomputed: a `Budget`, or one that several processes share."""
+
+    @property
+    def in_flight(self) -> int: ...
+
+    def take(self, tokens: int) -> bool:
+        """Whether a recompute of so many prompt tokens may begin."""
+
+    def give_back(self, tokens: int) -> None:
+        """Its prompt is computed, or it will not be."""
+
 
 class Budget:
     """Counts recomputes and their prompt tokens while their prefill runs locally.

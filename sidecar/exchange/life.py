@@ -14,7 +14,7 @@ import msgspec
 
 from sidecar.connectors.connector import Channel, Connector, Handoff, PrefillAnswer, Rejection, Source
 from sidecar.decision.guards import Decision, Kind
-from sidecar.exchange.budget import Budget
+from sidecar.exchange.budget import Recomputes
 from sidecar.exchange.commands import (
     CLOSE,
     PEEK,
@@ -111,7 +111,7 @@ class Exchange:
         *,
         connector: Connector,
         endpoints: Endpoints,
-        budget: Budget,
+        budget: Recomputes,
         now: Callable[[], float],
         attempts: int,
         recompute: bool,
@@ -228,7 +228,7 @@ class Exchange:
             return self._no_kv(Rejection("invalid", seen))
         if result.empty:  # nothing to pull, nothing is wrong, and the decode engine must not be asked to
             self.handoff_outcomes.append("used")
-            endpoint.breaker.succeeded()
+            self._endpoints.succeeded(endpoint)
             self._trial = 0
             self.stage = Stage.DECODE
             return Decode(None)
@@ -425,7 +425,7 @@ class Exchange:
             return
         self._holds_endpoint = False
         if self._trial:
-            endpoint.breaker.abandoned(self._trial)
+            self._endpoints.abandoned(endpoint, self._trial)
         self._trial = 0
         self._endpoints.let_go(endpoint)
 

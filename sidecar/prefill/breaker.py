@@ -17,6 +17,12 @@ class State(IntEnum):
     OPEN = 2
 
 
+Standing = tuple[int, int, float, float]
+"""State, failures in a row, the present pause and when it ends."""
+ANOTHERS = -1
+"""In place of a trial's number: it is another process's."""
+
+
 class Breaker:
     """Closed: used. Open: not used until a pause is over, which doubles with every failed trial.
     Half open: one request at a time tries."""
@@ -71,6 +77,24 @@ class Breaker:
         self._trial = 0
         # Up to a fifth later, so that many sidecars do not try a returning endpoint in the same instant.
         self._reopens_at = now + self._pause_s * (1 + 0.2 * self._random.random())
+
+    @property
+    def standing(self) -> Standing:
+        return int(self.state), self._failures, self._pause_s, self._reopens_at
+
+    @property
+    def is_clean(self) -> bool:
+        """A success would tell nothing new."""
+        return self.state is State.CLOSED and not self._failures
+
+    def take_over(self, standing: Standing, *, trial: bool, own: bool) -> None:
+        """As another process counts, on the same clock. `trial`: one is under way; `own`: it is one of ours."""
+        state, self._failures, self._pause_s, self._reopens_at = standing
+        self.state = State(state)
+        if not trial:
+            self._trial = 0
+        elif not own:
+            self._trial = ANOTHERS
 
     def abandoned(self, trial: int) -> None:
         """The trial ended without saying anything about the endpoint (the client left, a 4xx)."""

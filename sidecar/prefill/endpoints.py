@@ -413,6 +413,14 @@ class Endpoints:
         else:
             endpoint.breaker.failed(self._now(), at_once=at_once, trial=trial)
 
+    def abandoned(self, endpoint: Endpoint, trial: int) -> None:
+        """The breaker's trial ended without saying anything about the endpoint."""
+        endpoint.breaker.abandoned(trial)
+
+    def succeeded(self, endpoint: Endpoint) -> None:
+        """A prefill was answered as it should be, and there is nothing to pull."""
+        endpoint.breaker.succeeded()
+
     def brought_kv(self, endpoint: Endpoint, rank: int = -1) -> None:
         """A pull worked."""
         endpoint.breaker.succeeded()

@@ -19,8 +19,14 @@ class FactsKeeper:
     """Fills `Endpoint.facts` in the background."""
 
     def __init__(
-        self, background: Background, probe: Callable[[Endpoint], EngineProbe], now: Callable[[], float]
+        self,
+        background: Background,
+        probe: Callable[[Endpoint], EngineProbe],
+        now: Callable[[], float],
+        changed: Callable[[Endpoint], None] = lambda _endpoint: None,
     ) -> None:
+        """`changed` hears of every endpoint that has told its facts."""
+        self._changed = changed
         self._background = background
         self._probe = probe
         self._now = now
@@ -54,3 +60,4 @@ class FactsKeeper:
         if facts.block_size and not endpoint.facts.engine_id:  # the side channel's word counts for more
             endpoint.facts = facts
             self._next[endpoint] = self._now() + REFRESH_S
+            self._changed(endpoint)

@@ -7,6 +7,7 @@ counts, silence says nothing.
 
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 from sidecar.background import Background
 from sidecar.connectors.connector import EngineFacts, Handoff, Rejection
@@ -23,12 +24,32 @@ MAX_SIDE_CHANNELS = 64
 """Of one endpoint: the data-parallel ranks behind one HTTP port."""
 
 Admitted = Callable[[Handoff | Rejection], None]
+Located = Callable[[Address | Rejection], None]
+
+
+class Named(Protocol):
+    """What a handoff names of the engine that holds its blocks."""
+
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def pp_size(self) -> int: ...
 
 
 class Gate:
     """Checks handoffs against the side channels; blocks endpoints from which nothing can be pulled."""
 
-    def __init__(self, background: Background, usual_port: int) -> None:
+    def __init__(
+        self, background: Background, usual_port: int, changed: Callable[[Endpoint], None] = lambda _endpoint: None
+    ) -> None:
+        """`changed` hears of every endpoint of which a side channel has told something."""
+        self._changed = changed
         self._background = background
         self._usual_port = usual_port
         self._channels: SideChannels | None = None
@@ -50,8 +71,12 @@ class Gate:
     def admit(self, endpoint: Endpoint, handoff: Handoff, admitted: Admitted) -> None:
         """Calls `admitted` with the handoff as the local engine may have it, or with why it may not: at once where
         the side channel's state is known, else after one question (1 ms, or the time limit if it is silent)."""
+        self.locate(endpoint, handoff, lambda where: admitted(moved(handoff, where)))
+
+    def locate(self, endpoint: Endpoint, handoff: Named, located: Located) -> None:
+        """The same for who knows only what the handoff names: calls `located` with the address for it."""
         if endpoint.forgotten:
-            admitted(Rejection("side_channel_dead", "the endpoint has made room for others meanwhile"))
+            located(Rejection("side_channel_dead", "the endpoint has made room for others meanwhile"))
             return
         side = SideChannel(handoff.host, handoff.port)
         endpoint.has_ranks = rank_of_engine(handoff.engine_id) >= 0
@@ -61,28 +86,28 @@ class Gate:
             side, engine_id=handoff.engine_id, tp_size=handoff.tp_size, pp_size=handoff.pp_size
         )
         if where is not None:
-            admitted(_result(handoff, where))
+            located(_result(where))
         else:
-            self._background.start(f"side channel of {endpoint.label}", self._ask(side, handoff, admitted))
+            self._background.start(f"side channel of {endpoint.label}", self._ask(side, handoff, located))
 
-    async def _ask(self, side: SideChannel, handoff: Handoff, admitted: Admitted) -> None:
+    async def _ask(self, side: SideChannel, handoff: Named, located: Located) -> None:
         assert self._channels is not None
         try:
             where = await self._channels.relay_address(
                 side, engine_id=handoff.engine_id, tp_size=handoff.tp_size, pp_size=handoff.pp_size
             )
-            result = _result(handoff, where)
+            result = _result(where)
         except Exception as error:  # whatever it was, a request waits for the answer
             _log.exception("asking side channel %s", side)
             result = Rejection("side_channel_dead", f"asking it failed: {type(error).__name__}")
-        admitted(result)
+        located(result)
 
     def is_undecided(self, endpoint: Endpoint) -> bool:
         """Whether nothing at all has been heard of the endpoint's side channels yet, good or bad."""
         channels = self._channels
         return channels is None or any(channels.state(side) is NOT_ASKED for side in endpoint.side_channels)
 
-    async def alive(self, handoff: Handoff, timeout_s: float) -> str:
+    async def alive(self, handoff: Named, timeout_s: float) -> str:
         """ "" if the side channel that the handoff names answers for its engine."""
         assert self._channels is not None
         side = SideChannel(handoff.host, handoff.port)
@@ -119,6 +144,7 @@ class Gate:
             _log.info("prefill endpoint %s: used again, its side channel answers", endpoint.label)
         elif isinstance(state, Away) and certain and state is not NOT_ASKED:
             _log.warning("prefill endpoint %s: side channel %s: %s", endpoint.label, side, state.detail)
+        self._changed(endpoint)
 
     def _blocked(self, endpoint: Endpoint) -> str:
         """Why nothing can be pulled from any engine behind the endpoint, or ""."""
@@ -170,9 +196,14 @@ class Gate:
                 self._channels.remove(side)
 
 
-def _result(handoff: Handoff, where: Address | Away | Incompatible) -> Handoff | Rejection:
+def moved(handoff: Handoff, where: Address | Rejection) -> Handoff | Rejection:
+    """The handoff as the local engine may have it."""
+    return where if isinstance(where, Rejection) else handoff.via(where.host, where.port)
+
+
+def _result(where: Address | Away | Incompatible) -> Address | Rejection:
     if isinstance(where, Address):
-        return handoff.via(where.host, where.port)
+        return where
     if isinstance(where, Incompatible):
         return Rejection("incompatible", f"{where.cause}; {where.change}")
     return Rejection("side_channel_dead", f"{where.detail}; {where.change}")

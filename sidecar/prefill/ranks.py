@@ -29,6 +29,10 @@ def rank_of_header(values: list[bytes]) -> int:
     return int(value) if _HEADER.fullmatch(value) else -1
 
 
+Standing = list[tuple[int, int, float]]
+"""Rank, its failures in a row, and until when it is left alone (0.0: it is not)."""
+
+
 class Ranks:
     """Those of one endpoint."""
 
@@ -50,6 +54,15 @@ class Ranks:
         self._failures[rank] = failures = self._failures.get(rank, 0) + 1
         if at_once or failures >= FAILURES_TO_OPEN:
             self._until[rank] = now + PAUSE_S
+
+    @property
+    def standing(self) -> Standing:
+        return [(rank, failures, self._until.get(rank, 0.0)) for rank, failures in self._failures.items()]
+
+    def take_over(self, standing: Standing) -> None:
+        """As another process counts them."""
+        self._failures = {rank: failures for rank, failures, _ in standing}
+        self._until = {rank: until for rank, _, until in standing if until}
 
     def succeeded(self, rank: int) -> None:
         self._failures.pop(rank, None)

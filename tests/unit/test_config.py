@@ -523,3 +523,20 @@ def test_p2p_with_engines_that_have_no_p2p_tier(connector: str, flag: str) -> No
         if connector in ("none", "lmcache", "mooncake")
         else []
     )
+
+
+def test_workers_follow_no_kv_events() -> None:
+    (mistake,) = mistakes(["--workers", "2", "--kv-events", "on"])
+    assert "--workers 2 and --kv-events on exclude each other" in mistake
+    assert load(["--workers", "1", "--kv-events", "on"], {})[0].workers == 1
+
+
+@pytest.mark.parametrize("count", ["0", "65", "two"])
+def test_impossible_workers(count: str) -> None:
+    assert mistakes(["--workers", count])
+
+
+def test_workers_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    (mistake,) = mistakes(["--workers", "2"])
+    assert "only Linux" in mistake

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from sidecar import log
-from sidecar.log import MAX_CAUSES, REPEAT_AFTER_S, JsonFormatter, Limited
+from sidecar.log import MAX_CAUSES, REPEAT_AFTER_S, JsonFormatter, Limited, configure
 
 
 def record(message: str, *args: object, **more: object) -> logging.LogRecord:
@@ -115,3 +115,21 @@ def test_memory_is_bounded(clock: Clock) -> None:
     for number in range(3 * MAX_CAUSES):
         limited.warning(f"cause {number}", "x")
     assert len(limited._said) <= MAX_CAUSES
+
+
+@pytest.mark.parametrize(("worker", "said"), [(0, "INFO    hello"), (3, "INFO    worker 3: hello")])
+def test_lines_of_workers(worker: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        configure("text", "info", worker)
+        logging.getLogger("sidecar").info("hello")
+        assert said in capsys.readouterr().err
+        configure("json", "info", worker)
+        logging.getLogger("sidecar").info("hello")
+        line = json.loads(capsys.readouterr().err)
+        assert line["message"] == "hello"
+        assert line.get("worker", 0) == worker
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
