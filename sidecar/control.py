@@ -91,7 +91,19 @@ class Control:
         app = application(settings, observed, self._switch, readiness, lambda: self._tls.admin_key.key, ask_others)
         self._admin = web.AppRunner(app, access_log=None)
         await self._admin.setup()
-        await self._open_ports(probes)
+        await self._open(probes, health)
+        self._say_start()
+        process.settle()
+
+    async def _open(self, probes: Sequence[EngineProbe], health: Health) -> None:
+        """The ports, and what runs beside them."""
+        await self._listen_admin()
+        await self._serve(probes)
+        self._run(health)
+        self._handle_signals()
+
+    def _run(self, health: Health) -> None:
+        """Starts everything that is not asked for by a request."""
         self._open_side_channels()
         self._background.start("facts of prefill endpoints", self._facts.run(self._endpoints))
         if self._observer.discovery is not None:  # nothing waits for it: without endpoints requests are local
@@ -106,12 +118,10 @@ class Control:
         self._background.start("giving memory back", process.keep_giving_back())
         if self._tls.reads_files:
             self._background.start("watch over certificates and keys", self._tls.watch())
-        self._say_start()
-        process.settle()
 
     def _open_side_channels(self) -> None:
         gate = self._gate
-        if gate is None or self._channels is not None:
+        if gate is None:
             return
         self._channels = SideChannels(
             local=_local_side_channel(self.settings),
@@ -127,11 +137,6 @@ class Control:
         """Keeps the signals of one rank."""
         scraper = Scraper(probe.load, signals, lambda: self._live.mode is Mode.AUTO, time.monotonic)
         self._background.start("load of the decode engine", scraper.run())
-
-    async def _open_ports(self, probes: Sequence[EngineProbe]) -> None:
-        await self._listen_admin()
-        await self._serve(probes)
-        self._handle_signals()
 
     async def _listen_admin(self) -> None:
         settings = self.settings

@@ -187,6 +187,13 @@ SPECS: dict[str, Spec] = {
             headers=_target_header,
             remark="relay on, one request in 100 traced",
         ),
+        Spec(
+            "sidecar-workers",
+            2,
+            _sidecar("--disagg", "on", "--workers", "2"),
+            headers=_target_header,
+            remark="`--workers 2` on the one core that each proxy gets: what sharing costs, not what it gains",
+        ),
         Spec("sidecar-local", 1, _sidecar("--disagg", "off"), remark="`--disagg off`: a plain relay"),
         Spec("vllm-router", 2, _vllm_router, peer="vllm-router", remark="`--kv-connector nixl`, its default"),
         Spec("smg", 2, _smg, peer="smg", remark="`--backend vllm`, finds the NIXL connector by itself"),

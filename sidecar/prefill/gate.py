@@ -48,7 +48,8 @@ class Gate:
     def __init__(
         self, background: Background, usual_port: int, changed: Callable[[Endpoint], None] = lambda _endpoint: None
     ) -> None:
-        """`changed` hears of every endpoint of which a side channel has told something."""
+        """`changed` hears of every endpoint of which a side channel has told something, or is watched no more:
+        what `locate` has said of it before may hold no longer."""
         self._changed = changed
         self._background = background
         self._usual_port = usual_port
@@ -186,6 +187,7 @@ class Gate:
 
     def _drop(self, endpoint: Endpoint, side: SideChannel) -> None:
         endpoint.side_channels.pop(side, None)
+        self._changed(endpoint)
         sharers = self._endpoints.get(side)
         if sharers is None:
             return

@@ -130,20 +130,21 @@ class Hub(Control):
 
         return _View(self._observer, crew), _Readiness(health, crew), ask
 
-    async def _open_ports(self, probes: Sequence[EngineProbe]) -> None:
-        """The admin port last: workers take a second to start, and who finds it open may come to the others."""
+    async def _open(self, probes: Sequence[EngineProbe], health: Health) -> None:
+        """The admin port last: workers take a second to start, and who finds it open may come to the others. What
+        they are to know is found out meanwhile, and they ask for side channels as soon as they serve."""
         settings = self.settings
         check_free("--metrics-port", settings.metrics_host, settings.metrics_port)
         for rank in range(settings.data_parallel_size):
             check_free("port", settings.host, settings.port + rank)
         self._handle_signals()
+        self._run(health)
         await self._serve(probes)
         await self._listen_admin()
 
     async def _serve(self, probes: Sequence[EngineProbe]) -> None:
         settings = self.settings
         assert self._crew is not None
-        self._open_side_channels()  # a worker asks as soon as it serves
         await self._crew.start()
         if settings.decision_rule == "cost":
             for rank, probe in enumerate(probes):
@@ -211,7 +212,7 @@ class Hub(Control):
             case messages.Outcome():
                 self._ledger.outcome(worker, message)
             case messages.Learned():
-                self._ledger.learned(worker, message)
+                self._ledger.learned(message)
 
     def _locate(self, worker: int, asked: messages.Locate) -> None:
         gate, crew = self._gate, self._crew

@@ -156,6 +156,7 @@ class Ledger:
             worker,
             messages.News(
                 _place(endpoint),
+                not (endpoint.configured or endpoint.discovered or endpoint.leaving),
                 endpoint.blocked,
                 endpoint.facts,
                 endpoint.joined_at,
@@ -169,10 +170,10 @@ class Ledger:
 
     # -- what workers tell --
 
-    def learned(self, worker: int, message: messages.Learned) -> None:
+    def learned(self, message: messages.Learned) -> None:
         endpoint = self._endpoints.learn(message.place)
         if endpoint is not None:
-            self._tell(worker, endpoint)
+            self.tell(endpoint)
             self._tell_elsewhere(message.place)
 
     def outcome(self, worker: int, outcome: messages.Outcome) -> None:
@@ -244,11 +245,13 @@ class Ledger:
 
     def decode_used(self, worker: int, use: messages.DecodeUse) -> None:
         self._accounts[worker].decode = use.ranks
-        self._tell_decode()
+        self._tell_decode(but=worker)
 
-    def _tell_decode(self) -> None:
+    def _tell_decode(self, *, but: int = 0) -> None:
         nothing = [(0, 0)] * self._ranks
         for worker in self._accounts:
+            if worker == but:
+                continue
             others = [one.decode or nothing for number, one in self._accounts.items() if number != worker]
             sums = [
                 (sum(one[rank][0] for one in others), sum(one[rank][1] for one in others))

@@ -56,6 +56,8 @@ class News(_Message):
     """Everything that requests need to know of one endpoint."""
 
     place: Place
+    is_brought: bool
+    """A header brought it: workers that have not seen that header know it from now on."""
     blocked: str
     facts: EngineFacts
     joined_at: float

@@ -21,6 +21,9 @@ from transport.side_channels import Address as RelayAddress
 ANSWER_WITHIN_S = 5.0
 """A hub that does not turn its loop for so long is as good as gone."""
 
+MAX_ENGINES = 256
+"""Behind one endpoint whose addresses are kept: its data-parallel ranks."""
+
 Send = Callable[[msgspec.Struct], None]
 
 _NOWHERE = Place("", 0)
@@ -48,6 +51,8 @@ class Replica(Endpoints):
         self._worker = number
         self._send = send
         self._used = used
+        self._hears = False
+        """The hub tells of an endpoint: it need not be told."""
         self._outcomes = 0
         self._last_kv = 0
         """The last of them that counts for `effective`."""
@@ -59,7 +64,7 @@ class Replica(Endpoints):
     # -- what the hub tells --
 
     def told(self, news: messages.News) -> None:
-        endpoint = self.known(news.place)
+        endpoint = self.known(news.place) or (self._hear_of(news.place) if news.is_brought else None)
         if endpoint is None:
             return
         endpoint.blocked, endpoint.facts, endpoint.joined_at = news.blocked, news.facts, news.joined_at
@@ -70,6 +75,17 @@ class Replica(Endpoints):
         own = news.trial_of == self._worker
         endpoint.breaker.take_over(news.breaker, trial=news.trial_of > 0, own=own)
         endpoint.ranks.take_over(news.ranks)
+
+    def _hear_of(self, place: Place) -> Endpoint | None:
+        """Another worker's requests have been sent to it by their header, and ours will be."""
+        address = Address(place.host, place.port)
+        if self._has_departed(address):
+            return None
+        self._hears = True
+        try:
+            return self._learn(address)
+        finally:
+            self._hears = False
 
     def told_no_kv(self, news: messages.NoKv) -> None:
         if news.heard >= self._last_kv:
@@ -163,7 +179,8 @@ class Replica(Endpoints):
         self._send(messages.Outcome(self._outcomes, place, event, trial=trial, at_once=at_once, rank=rank))
 
     def _tell_learned(self, endpoint: Endpoint) -> None:
-        self._send(messages.Learned(_place(endpoint)))
+        if not self._hears:
+            self._send(messages.Learned(_place(endpoint)))
 
     def _forget(self, endpoint: Endpoint) -> None:
         self._last_said.pop(endpoint.address, None)
@@ -176,7 +193,8 @@ def _place(endpoint: Endpoint) -> Place:
 
 
 class RemoteGate:
-    """The way to the hub's `Gate`."""
+    """The way to the hub's `Gate`. An address that it gave is good until there is news of the endpoint: the hub has
+    some as soon as anything about a side channel changes, and until they are here its relay answers for it."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -184,27 +202,30 @@ class RemoteGate:
         self._questions = 0
         self._open: dict[int, tuple[Callable[[RelayAddress | Rejection], None], asyncio.TimerHandle]] = {}
         self._asked: dict[int, asyncio.Future[str]] = {}
+        self._good: dict[Place, dict[tuple[str, int, str, int, int], RelayAddress]] = {}
 
     def admit(self, endpoint: Endpoint, handoff: Handoff, admitted: Callable[[Handoff | Rejection], None]) -> None:
         """Calls `admitted` with the handoff as the local engine may have it, or with why it may not."""
+        place = _place(endpoint)
+        named = (handoff.host, handoff.port, handoff.engine_id, handoff.tp_size, handoff.pp_size)
+        good = self._good.setdefault(place, {})
+        if (known := good.get(named)) is not None and not endpoint.forgotten:
+            admitted(moved(handoff, known))
+            return
         self._questions += 1
         question = self._questions
 
         def located(where: RelayAddress | Rejection) -> None:
+            if isinstance(where, RelayAddress) and len(good) < MAX_ENGINES:
+                good[named] = where
             admitted(moved(handoff, where))
 
         self._open[question] = (located, self._loop.call_later(ANSWER_WITHIN_S, self._give_up, question))
-        self._send(
-            messages.Locate(
-                question,
-                _place(endpoint),
-                handoff.host,
-                handoff.port,
-                handoff.engine_id,
-                handoff.tp_size,
-                handoff.pp_size,
-            )
-        )
+        self._send(messages.Locate(question, place, *named))
+
+    def news(self, place: Place) -> None:
+        """Something about the endpoint may have changed."""
+        self._good.pop(place, None)
 
     def _give_up(self, question: int) -> None:
         located, _ = self._open.pop(question)

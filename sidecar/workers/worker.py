@@ -36,10 +36,8 @@ from sidecar.workers.totals import totals_of
 
 _log = logging.getLogger("sidecar")
 
-TELL_AFTER_S = 0.005
-"""What requests have open is told so late at most, once for all that changed."""
-LOOK_AGAIN_S = 0.02
-"""While the decode engine computes prompts of ours: their end changes no leg."""
+TELL_EVERY_S = 0.02
+"""What requests have open is told so late at most, once for all that changed. A prefill leg takes longer."""
 
 _DECODER = msgspec.msgpack.Decoder(messages.ToWorker)
 
@@ -116,6 +114,7 @@ class Worker:
             busy_elsewhere=lambda rank: self._elsewhere[rank][0],
         )
         self._serving = Serving(settings, shared, self._tls, self._calls, self._tracer, self._background)
+        self._told_uses: dict[messages.Place, messages.Use] = {}
         self._changed: set[Endpoint] = set()
         self._telling: asyncio.TimerHandle | None = None
         self._serves = False
@@ -144,6 +143,8 @@ class Worker:
         match message:
             case messages.News():
                 self._endpoints.told(message)
+                if self._gate is not None:
+                    self._gate.news(message.place)
             case messages.NoKv():
                 self._endpoints.told_no_kv(message)
             case messages.Elsewhere():
@@ -193,13 +194,18 @@ class Worker:
 
     def _tell_soon(self) -> None:
         if self._telling is None:
-            self._telling = self._loop.call_later(TELL_AFTER_S, self._tell_use)
+            self._telling = self._loop.call_later(TELL_EVERY_S, self._tell_use)
 
     def _tell_use(self) -> None:
         self._telling = None
         changed, self._changed = self._changed, set()
         for endpoint in changed:
-            self._link.send(self._endpoints.use_of(endpoint))
+            use = self._endpoints.use_of(endpoint)
+            if use != self._told_uses.get(use.place, messages.Use(use.place, 0, 0, 0)):
+                self._told_uses[use.place] = use
+                self._link.send(use)
+            if not use.users:
+                self._told_uses.pop(use.place, None)
         decode = [
             (self._serving.busy(rank), rules.local_ahead - self._elsewhere[rank][1])
             for rank, rules in enumerate(self._serving.rules)
@@ -207,12 +213,14 @@ class Worker:
         if decode != self._told_decode:
             self._told_decode = decode
             self._link.send(messages.DecodeUse(decode))
-        if any(tokens for _, tokens in decode):
-            self._telling = self._loop.call_later(LOOK_AGAIN_S, self._tell_use)
+        if any(tokens for _, tokens in decode):  # the end of a prompt that is computed here changes no leg
+            self._tell_soon()
 
     def _forget(self, endpoint: Endpoint) -> None:
         self._observer.forget(endpoint)
         self._serving.forget(endpoint)
+        if self._gate is not None:
+            self._gate.news(messages.Place(endpoint.address.host, endpoint.address.port))
 
     # -- the end -------------------------------------------------------------------------------------------
 

@@ -187,6 +187,16 @@ def test_breaker_is_one(crew: Callable[..., Crew]) -> None:
     assert rig.sidecar.log.count("breaker closed") == 1
 
 
+def test_breaker_of_an_endpoint_that_only_one_has_seen(crew: Callable[..., Crew]) -> None:
+    """A gateway names endpoints request by request: each worker knows those that another was sent to."""
+    rig = crew()
+    rig.target = f"127.0.0.1:{free_ports()}"
+    with rig.connected_to(1) as one, rig.connected_to(2) as two:
+        assert rig.remote(one).decision == "recompute; reason=prefill_refused"
+        time.sleep(0.02)
+        assert rig.remote(two).decision == "local; reason=no_usable_prefill"
+
+
 def test_failures_in_a_row_are_counted_over_all(crew: Callable[..., Crew]) -> None:
     """Three failures open, whoever had them."""
     rig = crew("--prefill-attempts", "1")

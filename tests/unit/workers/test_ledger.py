@@ -108,7 +108,7 @@ class World:
             case messages.Use() as message:
                 self.ledger.used(side.number, message)
             case messages.Learned() as message:
-                self.ledger.learned(side.number, message)
+                self.ledger.learned(message)
 
     def settle(self) -> None:
         """Everything is told and heard."""
@@ -269,11 +269,12 @@ def test_header_endpoint_is_learned_by_the_hub() -> None:
     world.hub(COMING).blocked = "incompatible"
     world.ledger.tell(world.hub(COMING))
     world.settle()
-    assert side.at(COMING).blocked == "incompatible"
-    assert world.sides[2].replica.known(COMING) is None
-    world.sides[2].replica.candidates([b"10.0.0.9:8000"])
+    for one in world.sides.values():  # also who has not seen the header
+        assert one.at(COMING).blocked == "incompatible"
+    side.replica.failed(side.at(COMING), at_once=True, trial=0)
     world.settle()
-    assert world.sides[2].at(COMING).blocked == "incompatible"
+    assert not world.sides[2].at(COMING).admits(world.clock)
+    assert not any(one.up for one in world.sides.values())
 
 
 def test_endpoint_that_leaves_stays_for_who_uses_it() -> None:
