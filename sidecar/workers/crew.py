@@ -28,8 +28,12 @@ _log = logging.getLogger("sidecar")
 ANSWER_WITHIN_S = 0.5
 """Of a worker that is asked for its numbers. Whoever scrapes waits no longer than a few seconds for all."""
 LOOK_EVERY_S = 5.0
+UNREADY_AFTER_S = 10.0
+"""All of them may be late once, on a machine that is busy with something else."""
 SILENT_FOR_S = 20.0
 """A worker that has not answered for so long is ended: the kernel deals it connections for as long as it lives."""
+START_WITHIN_S = 60.0
+"""It takes one on an idle core."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
 WELL_AFTER_S = 30.0
 """A worker that lived for so long is started again without delay."""
@@ -48,6 +52,9 @@ class Ears(Protocol):
 
     def opened(self, worker: int) -> None:
         """It has been welcomed."""
+
+    def serves(self, worker: int) -> None:
+        """Its ports are open."""
 
     def heard(self, worker: int, message: messages.ToHub) -> None: ...
 
@@ -117,8 +124,7 @@ class Crew:
         for seat in self.seats:
             await self._spawn(seat)
         for seat in self.seats:
-            assert seat.served is not None
-            problem = await seat.served
+            problem = await self._served(seat)
             if self._ending:  # a signal came first
                 return
             if problem:
@@ -157,6 +163,8 @@ class Crew:
                     seat.standing, seat.answered_at = Standing.SERVING, time.monotonic()
                 if not seat.served.done():
                     seat.served.set_result(message.problem)
+                if not message.problem:
+                    self._ears.serves(seat.number)
             case messages.Report():
                 seat.totals, seat.answered_at = message.totals, time.monotonic()
                 if message.decisions:
@@ -174,6 +182,11 @@ class Crew:
         seat = self.seats[worker - 1]
         if seat.link is not None:
             seat.link.send(message)
+
+    def way_to(self, worker: int) -> Callable[[msgspec.Struct], None]:
+        """How to send to the process that has the seat now, and never to its successor."""
+        link = self.seats[worker - 1].link
+        return link.send if link is not None else _unsent
 
     def send_all(self, message: msgspec.Struct) -> None:
         for seat in self.seats:
@@ -203,10 +216,20 @@ class Crew:
                 _log.error("worker %d cannot be started: %s", seat.number, error.strerror or error)
                 seat.gone.set()
                 continue
-            assert seat.served is not None
-            problem = await seat.served
-            if not problem:
+            if not await self._served(seat):
                 _log.info("%s serves", seat.name)
+
+    @staticmethod
+    async def _served(seat: Seat) -> str:
+        """ "" once the seat's process serves, or why it never will."""
+        assert seat.served is not None
+        assert seat.process is not None
+        try:
+            async with asyncio.timeout(START_WITHIN_S):
+                return await asyncio.shield(seat.served)
+        except TimeoutError:
+            seat.process.kill()
+            return f"{seat.name} did not serve within {START_WITHIN_S:g} s"
 
     async def _ended(self, seat: Seat) -> int:
         """Waits for the process, whose socket is closed; everything that it had is given back. Returns its code."""
@@ -273,7 +296,13 @@ class Crew:
         standings = [seat.standing for seat in self.seats]
         if not self._has_served:
             return f"{standings.count(Standing.DOWN)} of {len(standings)} workers are yet to listen"
-        return "" if any(one is not Standing.DOWN for one in standings) else "no worker serves"
+        if Standing.SERVING in standings:
+            return ""
+        now = time.monotonic()
+        silent = [seat for seat in self.seats if seat.standing is Standing.SILENT]
+        if any(now - seat.answered_at < UNREADY_AFTER_S for seat in silent):
+            return ""
+        return "no worker answers" if silent else "no worker serves"
 
     def totals(self) -> list[Totals]:
         """Of the living, as they told last, and of the dead."""
@@ -313,6 +342,10 @@ class Crew:
         for seat in self.seats:
             if seat.link is not None:
                 seat.link.close()
+
+
+def _unsent(_message: msgspec.Struct) -> None:
+    return None
 
 
 def _launched(descriptor: int, inherited: int) -> subprocess.Popen[bytes]:

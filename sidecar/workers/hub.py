@@ -117,7 +117,7 @@ class Hub(Control):
             samples=self.settings.enable_prefiller_sampling == "on",
             learned=self._learned,
             forgotten=self._forget,
-            announce=self._tell_all,
+            announce=self._announce,
             later=self._loop.call_later,
         )
 
@@ -151,7 +151,7 @@ class Hub(Control):
                 self._scrape(probe, _ToldSignals(rank, self._tell_load))
 
     def _endpoint_changed(self, endpoint: Endpoint) -> None:
-        if self._crew is not None:
+        if self._crew is not None and not self._endpoints.in_discovery:
             self._ledger.tell(endpoint)
 
     def _forget(self, endpoint: Endpoint) -> None:
@@ -174,6 +174,11 @@ class Hub(Control):
         if self._crew is not None:
             self._crew.send_all(message)
 
+    def _announce(self, discovered: messages.Discovered, joined: list[Endpoint]) -> None:
+        self._tell_all(discovered)
+        for endpoint in joined:
+            self._ledger.tell(endpoint)
+
     def _state(self) -> messages.State:
         return messages.State(self._live.mode.value, self._live.draining, self._live.engine_facts)
 
@@ -195,6 +200,12 @@ class Hub(Control):
         self._crew.send(worker, self._state())
         self._ledger.opened(worker)
 
+    def serves(self, worker: int) -> None:
+        assert self._crew is not None
+        self._ledger.serves(worker)
+        for load in self._loads.values():
+            self._crew.send(worker, load)
+
     def closed(self, worker: int) -> None:
         self._budget.clear(worker - 1)
         self._ledger.closed(worker)
@@ -215,16 +226,17 @@ class Hub(Control):
                 self._ledger.learned(message)
 
     def _locate(self, worker: int, asked: messages.Locate) -> None:
-        gate, crew = self._gate, self._crew
+        gate = self._gate
         assert gate is not None
-        assert crew is not None
+        assert self._crew is not None
+        send = self._crew.way_to(worker)
         endpoint = self._endpoints.learn(asked.place)
 
         def located(where: RelayAddress | Rejection) -> None:
             if isinstance(where, Rejection):
-                crew.send(worker, messages.Located(asked.question, "", 0, where.fault, where.detail))
+                send(messages.Located(asked.question, "", 0, where.fault, where.detail))
             else:
-                crew.send(worker, messages.Located(asked.question, where.host, where.port, "", ""))
+                send(messages.Located(asked.question, where.host, where.port, "", ""))
 
         if endpoint is None:
             located(Rejection("side_channel_dead", "the endpoint has left meanwhile"))
@@ -234,8 +246,9 @@ class Hub(Control):
     async def _ask_alive(self, worker: int, asked: messages.AskAlive) -> None:
         assert self._gate is not None
         assert self._crew is not None
+        send = self._crew.way_to(worker)
         try:
             problem = await self._gate.alive(asked, asked.timeout_s)
         except Exception as error:
             problem = f"the probe failed: {type(error).__name__}"
-        self._crew.send(worker, messages.Answered(asked.question, problem))
+        send(messages.Answered(asked.question, problem))

@@ -26,7 +26,7 @@ class Later(Protocol):
 
 
 class HubEndpoints(Endpoints):
-    """`announce` hears of each whole set that discovery tells."""
+    """`announce` hears of each whole set that discovery tells, and of those that have joined with it."""
 
     def __init__(
         self,
@@ -37,12 +37,14 @@ class HubEndpoints(Endpoints):
         samples: bool,
         learned: Callable[[Endpoint], None],
         forgotten: Callable[[Endpoint], None],
-        announce: Callable[[messages.Discovered], None],
+        announce: Callable[[messages.Discovered, list[Endpoint]], None],
         later: Later,
     ) -> None:
         super().__init__(configured, allow, now, samples=samples, learned=learned, forgotten=forgotten)
         self._announce = announce
         self._later = later
+        self.in_discovery = False
+        """While discovery's word is taken over: workers hear of who joins afterwards, in one go."""
         self.present = messages.Discovered([])
         """What discovery told last."""
 
@@ -55,12 +57,16 @@ class HubEndpoints(Endpoints):
         return self._no_kv
 
     def discovered(self, present: Mapping[Address, bool]) -> tuple[list[Address], list[Address]]:
-        changes = super().discovered(present)
+        self.in_discovery = True
+        try:
+            joined, left = super().discovered(present)
+        finally:
+            self.in_discovery = False
         members = [(Place(address.host, address.port), usable) for address, usable in present.items()]
         if members != self.present.members:
             self.present = messages.Discovered(members)
-            self._announce(self.present)
-        return changes
+            self._announce(self.present, [self._known[address] for address in joined])
+        return joined, left
 
     def _depart(self, address: Address, now: float) -> None:
         endpoint = self._known.get(address)
@@ -125,6 +131,12 @@ class Ledger:
         for endpoint in self._endpoints:
             self._tell(worker, endpoint)
         self._send(worker, messages.NoKv(self._endpoints.no_kv, 0))
+
+    def serves(self, worker: int) -> None:
+        """It can take what others have open."""
+        for place in {place for account in self._accounts.values() for place in account.uses}:
+            self._tell_elsewhere(place)
+        self._tell_decode()
 
     def closed(self, worker: int) -> None:
         """It is gone, and with it everything that it had open."""

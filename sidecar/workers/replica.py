@@ -6,7 +6,7 @@ nothing that `Endpoints` does not.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -75,6 +75,13 @@ class Replica(Endpoints):
         own = news.trial_of == self._worker
         endpoint.breaker.take_over(news.breaker, trial=news.trial_of > 0, own=own)
         endpoint.ranks.take_over(news.ranks)
+
+    def discovered(self, present: Mapping[Address, bool]) -> tuple[list[Address], list[Address]]:
+        self._hears = True
+        try:
+            return super().discovered(present)
+        finally:
+            self._hears = False
 
     def _hear_of(self, place: Place) -> Endpoint | None:
         """Another worker's requests have been sent to it by their header, and ours will be."""

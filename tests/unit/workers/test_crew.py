@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.workers import crew
+from sidecar.workers import crew, messages
 from sidecar.workers.crew import Crew, Seat, Standing
 
 
@@ -49,6 +49,39 @@ def test_one_that_reads_nothing_is_ended_before_its_messages_fill_memory() -> No
     seat = Seat(1, process=process, link=link, standing=Standing.SILENT, answered_at=time.monotonic())
     Crew._end_if_hung(None, seat)  # type: ignore[arg-type]
     assert process.killed == 1
+
+
+def test_late_answers_are_not_for_a_successor() -> None:
+    """A process that takes a dead one's seat counts its questions from one, too."""
+    first, second = [], []
+    old: Any = type("Old", (), {"send": staticmethod(first.append)})
+    new: Any = type("New", (), {"send": staticmethod(second.append)})
+    held: Any = type("Held", (), {"seats": [Seat(1, link=old)]})
+    send = Crew.way_to(held, 1)
+    held.seats[0].link = new
+    send(messages.Answered(5, ""))
+    assert (len(first), len(second)) == (1, 0)
+    held.seats[0].link = None
+    Crew.way_to(held, 1)(messages.Answered(5, ""))
+    assert not second
+
+
+def hung_crew(*seats: Seat) -> Any:
+    return type("Held", (), {"seats": seats, "_has_served": True})
+
+
+def test_readiness_outlives_a_late_answer() -> None:
+    """Not ready only if nobody serves: all are down, or have been silent for long."""
+    now = time.monotonic()
+    problem = Crew.problem.fget
+    assert problem is not None
+    down = Seat(1)
+    late = Seat(2, standing=Standing.SILENT, answered_at=now - 1)
+    stopped = Seat(2, standing=Standing.SILENT, answered_at=now - crew.UNREADY_AFTER_S - 1)
+    assert problem(hung_crew(down, Seat(2, standing=Standing.SERVING))) == ""
+    assert problem(hung_crew(down, late)) == ""
+    assert problem(hung_crew(down, stopped)) == "no worker answers"
+    assert problem(hung_crew(down, down)) == "no worker serves"
 
 
 def test_names_of_ends() -> None:

@@ -97,9 +97,11 @@ class World:
     def _send(self, worker: int, message: msgspec.Struct) -> None:
         self.sides[worker].down.append(msgspec.msgpack.encode(message))
 
-    def _announce(self, message: messages.Discovered) -> None:
+    def _announce(self, message: messages.Discovered, joined: list[Endpoint]) -> None:
         for number in self.sides:
             self._send(number, message)
+        for endpoint in joined:
+            self.ledger.tell(endpoint)
 
     def hear(self, side: Side) -> None:
         match _to_hub.decode(side.up.popleft()):
@@ -275,6 +277,28 @@ def test_header_endpoint_is_learned_by_the_hub() -> None:
     world.settle()
     assert not world.sides[2].at(COMING).admits(world.clock)
     assert not any(one.up for one in world.sides.values())
+
+
+def test_who_comes_later_knows_all() -> None:
+    """A worker that takes the place of another: endpoints, breakers, and what the others have open."""
+    world = World()
+    world.endpoints.discovered({Address(COMING.host, COMING.port): True})
+    one_failure(world, 1, at_once=True)
+    Request(world.sides[1], PLACES[1])
+    world.settle()
+    assert not any(side.up for side in world.sides.values()), "the hub knows who it tells of"
+    world.ledger.closed(2)
+    world.sides[2] = Side(2, world)
+    world.ledger.opened(2)
+    world.settle()
+    world.ledger.serves(2)
+    world.settle()
+    world.check_agreement()
+    late = world.sides[2]
+    assert late.at(COMING).discovered
+    assert late.at(COMING).joined_at == world.hub(COMING).joined_at == world.clock
+    assert not late.at(PLACES[0]).admits(world.clock)
+    assert late.at(PLACES[1]).tokens_in_flight == 100
 
 
 def test_endpoint_that_leaves_stays_for_who_uses_it() -> None:
