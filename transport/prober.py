@@ -231,6 +231,8 @@ class Prober:
         self.channels: dict[Endpoint, Channel] = {}
         self.local: Channel | None = None
         self.remembered_bytes = 0
+        self._judged_by: Facts | None = None
+        """The local engine's when all others were last judged by it: it tells the same every few seconds."""
         self._on_state = on_state
         self._enforce_hash = enforce_hash
         self._refresh_seconds = refresh_seconds
@@ -424,6 +426,10 @@ class Prober:
         assert engine is not None
         if channel is self.local:
             self._set(channel, _known(engine, checked=True))
+            facts = engine.facts()
+            if facts == self._judged_by:
+                return
+            self._judged_by = facts
             for other in self.channels.values():
                 if other.engine is not None and isinstance(other.state, Known | Incompatible):
                     self._judge(other)

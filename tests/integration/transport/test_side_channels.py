@@ -74,6 +74,34 @@ def test_an_engine_on_ipv6_is_known_too() -> None:
         run(main())
 
 
+def test_the_local_engine_saying_the_same_again_judges_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1,000 endpoints that would be a turn of the loop of 20 ms, every few seconds."""
+    checked: list[object] = []
+    check = prober.check
+
+    def counting(*facts: Any, **options: Any) -> Any:
+        checked.append(facts)
+        return check(*facts, **options)
+
+    async def main() -> None:
+        monkeypatch.setattr(prober, "check", counting)
+        async with watching(prefill.endpoint, local=decode.endpoint, refresh_seconds=10) as channels:
+            await until(lambda: getattr(channels.state(prefill.endpoint), "checked", False))
+            local = channels.prober.local
+            assert local is not None
+            await channels.prober.refresh(local, 1)
+            checked.clear()
+            await channels.prober.refresh(local, 1)
+            assert not checked
+            decode.stop()
+            with restarted(decode.port, "D2"):
+                await until(lambda: "D2" in str(channels.local_state))
+                assert checked, "another engine is another judgement"
+
+    with Listener("P") as prefill, Listener("D") as decode:
+        run(main())
+
+
 def test_a_handoff_tells_the_sizes_and_all_ranks_are_fetched_once() -> None:
     async def main() -> None:
         async with watching(prefill.endpoint, refresh_seconds=10) as channels:
