@@ -646,6 +646,7 @@ static void measure(void) {
     run.issuing = true;
     for (int i = 0; i < run.conns; i++) clients[i] = add(connect_to(run.port), CLIENT);
     for (int i = 0; i < run.conns; i++) {
+        if (!clients[i]) clients[i] = add(connect_to(run.port), CLIENT);   /* the proxy closed it while others began */
         issue(clients[i]);
         /* Not one storm of 2,000 connections: what is measured is open streams, not their start. */
         while (run.stream && run.issued - run.first_seen >= STARTING_MAX && run.errors < 200 && now_ns() < guard)
