@@ -17,6 +17,7 @@ from transport.u64 import U64Map, U64Set, nonzero
 
 BLOCKS_MAX: Final = 262_144  # of 16 tokens: 4 million tokens, about 16 MB here
 LORA_NAMES_MAX: Final = 4096
+FOLLOWED_BLOCKS_MAX: Final = 8192  # of 16 tokens: a prompt of 131,072; some 300 bytes each while it is computed
 
 BlockHash = int | bytes
 """The low 64 bits of the digest, or all of it under VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0 (kv_cache_utils.py)."""
@@ -61,7 +62,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 class Follow:
     """What the engine stores behind known blocks of one prompt while a request runs that goes on from there."""
 
-    __slots__ = ("_known", "_left", "_places", "attached", "branches", "lost", "path")
+    __slots__ = ("_known", "_left", "_places", "attached", "branches", "lost", "path", "room")
 
     def __init__(self, blocks: Sequence[int]) -> None:
         """`blocks`: consecutive ones of a chain."""
@@ -76,6 +77,8 @@ class Follow:
         """The new ones, each behind the one before; where two prompts went on from one block, the later one's."""
         self.branches = 0
         """How often that was."""
+        self.room = FOLLOWED_BLOCKS_MAX
+        """How long `path` may get. What is stored behind its end then is not followed."""
         self.lost = False
         """All was forgotten."""
 
@@ -106,6 +109,7 @@ class Follow:
             del self.path[keep:]
         if not keep:
             self.attached = self._known[parent]
+        new = new[: max(self.room - keep, 0)]
         for block in new:
             self._places[block] = len(self.path)
             self.path.append(block)

@@ -17,9 +17,9 @@ from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import Fields
 
 PROMPTS_MAX = 4096
-"""4 to 8 MB. An engine with room for a million tokens holds as many prompts of 256."""
+"""4 to 12 MB. An engine with room for a million tokens holds as many prompts of 256."""
 FRAMES_MAX = 1024
-PATH_BLOCKS_MAX = 128
+PATH_BLOCKS_MAX = 256
 """Of an answer that are kept."""
 MISSES_MAX = 2
 """So often in a row a prompt may not begin with the tokens of one that its text begins with."""
@@ -180,7 +180,8 @@ class Texts:
     ) -> Text:
         """A prompt had so many tokens; see `Text` for its blocks."""
         kept = array("Q", path[:PATH_BLOCKS_MAX])
-        text = Text(key.size_bytes, key.end, key.whole, tokens, tuple(blocks), tuple(places), kept)
+        is_cut = len(path) >= PATH_BLOCKS_MAX
+        text = Text(key.size_bytes, key.end, key.whole, tokens, tuple(blocks), tuple(places), kept, is_cut)
         known = self._of_beginning.setdefault(key.where.beginning, [])
         before = len(known)
         known[:] = [one for one in known if one.whole != text.whole or one.size_bytes != text.size_bytes]

@@ -81,11 +81,14 @@ class Turn:
         assert start is not None
         self._prompt_path = start.path
         self._follow = turns.index.follow(start.path)
+        if text is not None:
+            self._follow.room = PATH_BLOCKS_MAX  # all that comes is its answer
 
     def first_byte(self) -> None:
         """Of a stream: what is stored by now is the prompt."""
         if self._text is None and self._known is not None and self._follow.attached >= 0:
             self._at_first_byte = self._known.text.places[0] + self._follow.attached + len(self._follow.path)
+            self._follow.room = len(self._follow.path) + PATH_BLOCKS_MAX
 
     def ended(self, prompt_tokens: int, *, ok: bool) -> None:
         """The answer has ended. `prompt_tokens`: as it counts them, 0 if it does not."""
@@ -120,7 +123,9 @@ class Turn:
         self._settled = stored
         if self._text is not None:
             if follow.attached == len(self._prompt_path) - 1:  # behind the prompt, not from within it
-                self._text.path = (self._prompt_path + follow.path)[:PATH_BLOCKS_MAX]
+                path = self._prompt_path + follow.path
+                self._text.path = path[:PATH_BLOCKS_MAX]
+                self._text.is_forked |= len(path) >= PATH_BLOCKS_MAX
         elif self._known is not None:
             self._learn_from_blocks(self._known)
 
@@ -187,7 +192,12 @@ class Turns:
         cached = text.places[place] * self.index.block_size if place >= 0 else 0
         rest = memoryview(members[api.prompt[0]])[text.size_bytes :]
         tokens, rest_bytes, is_whole = text.tokens, len(rest), place == 0
-        if is_whole and standing.answers and (answer := self._answer(text, rest, bytes_per_token)):
+        if (
+            is_whole
+            and standing.answers
+            and not text.is_forked
+            and (answer := self._answer(text, rest, bytes_per_token))
+        ):
             tokens = (text.places[0] + len(text.path) - 1) * self.index.block_size
             cached, rest_bytes = tokens, rest_bytes - answer
         answer_tokens = tokens - text.tokens

@@ -141,6 +141,27 @@ def test_turns_of_a_chat_stay_where_their_beginning_is_held(started: Started, st
     assert ask(*words, temperature=0.5, seed=3, user="me").decision == "local; reason=cached"
 
 
+def test_answers_that_come_back_as_they_were_count(started: Started) -> None:
+    """Once that was seen; `/decisions` says how many tokens are taken to be of an answer."""
+    flags, options = events()
+    sidecar, _, decode = started(*flags, "--decision-rule", "static", **options)
+    draw = random.Random(10)
+    sidecar.ask("POST", CHAT, said(letters(600, draw)))  # tells how long the engine's blocks are
+    eventually(lambda: sidecar.metrics()("prefix_index_blocks") > 0)
+    words = [letters(1000, draw) + "xx"]  # answers begin with a token in these prompts, so they are the same later
+    for turn in range(4):
+        time.sleep(SETTLE_S)
+        before = decode.counter("prefix_cache_hits_total")
+        answer = sidecar.ask("POST", CHAT, {**said(*words), "max_tokens": 128, "ignore_eos": True})
+        record = sidecar.decisions()[0]
+        if turn:
+            assert answer.decision == "local; reason=cached", turn
+            held = decode.counter("prefix_cache_hits_total") - before
+            assert held - 3 * BLOCK <= record["inputs"]["cached"] + (128 if turn == 1 else 0) <= held + BLOCK
+        assert record.get("cached_answer_tokens", 0) >= (100 if turn > 1 else 0)
+        words += [answer.text, letters(20, draw) + "xxx"]
+
+
 def test_a_chat_that_decode_has_evicted_goes_remote(started: Started) -> None:
     """A small cache: whatever stays local as cached was held, by the engine's own count."""
     flags, options = events()

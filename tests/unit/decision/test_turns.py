@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sidecar.decision.texts import PATH_BLOCKS_MAX
 from sidecar.decision.turns import Known, Turn, Turns
 from sidecar.exchange.apis import CHAT
 from sidecar.exchange.splice import Fields, fields
@@ -84,8 +85,9 @@ class Engine:
         self.pool.prompt(ids)
         if turn is not None and stream:
             turn.first_byte()
-        for start in range(0, len(answer), 3):
-            ids += map(ord, answer[start : start + 3])
+        step = max(3, len(answer) // 50)
+        for start in range(0, len(answer), step):
+            ids += map(ord, answer[start : start + step])
             self.pool.prompt(ids)
         if turn is not None:
             turn.ended(len(self.render(messages)) if counts else 0, ok=True)
@@ -206,6 +208,22 @@ def test_two_turns_that_go_on_from_one_at_once_teach_nothing() -> None:
         assert known is not None
         assert known.cached <= 400 + BLOCK <= held
         assert known.standing.is_trusted
+
+
+def test_an_answer_that_is_too_long_to_be_followed_is_no_mistake() -> None:
+    """What comes back of it lies behind what is known: it does not count, and nothing is concluded from it."""
+    draw = random.Random(10)
+    engine = Engine()
+    for conversation in range(3):
+        messages = [user(letters(200, draw))]
+        answer = letters((PATH_BLOCKS_MAX + 30) * BLOCK, draw)
+        engine.ask(messages, answer, remote=True)
+        messages += [assistant(answer), user(letters(60, draw))]
+        known, held = engine.ask(messages, "", remote=False)
+        assert known is not None
+        assert 180 <= known.cached <= 204 < held, conversation
+        assert known.standing.is_trusted
+    assert sum(map(len, engine.index._follows.values())) == 0
 
 
 def test_a_cache_that_is_cleared_holds_nothing() -> None:

@@ -289,6 +289,20 @@ def test_where_two_go_on_from_one_block_the_later_is_followed() -> None:
     assert not index._follows
 
 
+def test_no_more_is_followed_than_there_is_room_for() -> None:
+    index = index_of(stored(LONG[:8], [1, 2]))
+    follow = followed(index, LONG[:8])
+    follow.room = 3
+    index.apply(stored(LONG[8:16], [3, 4], parent=2))
+    index.apply(stored(LONG[16:28], [5, 6, 7], parent=4))
+    index.apply(stored(LONG[28:32], [8], parent=7))
+    assert list(follow.path) == list(index.chain(LONG)[2:5])
+    index.apply(stored(LONG[20:24], [6], parent=5))
+    assert len(follow.path) == 3
+    index.unfollow(follow)
+    assert not index._follows
+
+
 def test_blocks_that_are_told_again_are_no_news() -> None:
     """`kv_cache_report_mode: full`, or a tail that was evicted and computed anew."""
     index = index_of(stored(LONG[:16], [1, 2, 3, 4]))
