@@ -56,12 +56,12 @@ class Turn:
         "_is_judged",
         "_known",
         "_ok",
-        "_prompt_path",
         "_settled",
         "_text",
         "_turns",
         "is_shared",
         "key",
+        "start",
     )
 
     def __init__(self, turns: "Turns", key: Key, known: Known | None, text: Text | None) -> None:
@@ -79,7 +79,8 @@ class Turn:
         self._is_judged = text is not None
         start = known.text if known is not None and text is None else text
         assert start is not None
-        self._prompt_path = start.path
+        self.start = start.path
+        """The blocks behind which it is followed."""
         self._follow = turns.index.follow(start.path)
         if text is not None:
             self._follow.room = PATH_BLOCKS_MAX  # all that comes is its answer
@@ -107,7 +108,7 @@ class Turn:
         if known is None or not known.is_whole or known.text.is_forked:
             return
         # Nothing was stored behind what it should have begun with, though more than that was needed.
-        begun = known.text.places[0] + len(known.text.path) - 1
+        begun = known.text.places[0] + len(self.start) - 1
         if known.tokens >= (begun + 2) * self._turns.index.block_size and self._follow.attached < 0:
             known.standing.saw(same=False)
 
@@ -116,14 +117,14 @@ class Turn:
         follow = self._follow
         if self.is_shared and self._known is not None:
             self._known.text.is_forked = True
-        if follow.lost or follow.attached < 0 or (self.is_shared and follow.branches):
+        if follow.lost or follow.attached < 0 or self.is_shared:
             return
         if (stored := len(follow.path) + follow.branches) == self._settled:
             return
         self._settled = stored
         if self._text is not None:
-            if follow.attached == len(self._prompt_path) - 1:  # behind the prompt, not from within it
-                path = self._prompt_path + follow.path
+            if follow.attached == len(self.start) - 1:  # behind the prompt, not from within it
+                path = self.start + follow.path
                 self._text.path = path[:PATH_BLOCKS_MAX]
                 self._text.is_forked |= len(path) >= PATH_BLOCKS_MAX
         elif self._known is not None:
@@ -133,7 +134,7 @@ class Turn:
         """Of a turn that was computed here: its blocks are those that it began with and what came behind them."""
         text, follow, size = known.text, self._follow, self._turns.index.block_size
         first, prompt_end = text.places[0], text.tokens // size
-        begun, before = first + follow.attached, first + len(text.path) - 1
+        begun, before = first + follow.attached, first + len(self.start) - 1
         if not self._is_judged:
             self._is_judged = True
             known.standing.saw(same=True)
@@ -148,7 +149,7 @@ class Turn:
         else:
             tokens = known.tokens
             least = tokens - (tokens - text.tokens) // 2 - _EARLY_TOKENS  # what is new has been estimated
-        path = [*text.path[: follow.attached + 1], *follow.path]
+        path = [*self.start[: follow.attached + 1], *follow.path]
         place = min(max(last_place(least, size), first), first + len(path) - 1)
         others = slice(1 if len(text.blocks) == _MARKS else 0, _MARKS)
         self._turns.texts.remember(
@@ -250,10 +251,10 @@ class Turns:
                 return None
         turn = Turn(self, key, known, text)
         open_now = self._open.setdefault(key.where.beginning, [])
+        for one in open_now:
+            if one.start[0] == turn.start[0]:
+                one.is_shared = turn.is_shared = True
         open_now.append(turn)
-        if len(open_now) > 1:
-            for one in open_now:
-                one.is_shared = True
         return turn
 
     def _remember(self, key: Key, tokens: int, chain: Sequence[int]) -> Text | None:

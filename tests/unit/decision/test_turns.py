@@ -210,6 +210,47 @@ def test_two_turns_that_go_on_from_one_at_once_teach_nothing() -> None:
         assert known.standing.is_trusted
 
 
+def test_of_two_turns_at_once_none_takes_the_others_blocks() -> None:
+    """One is asked again, so the engine has all of it; what is stored meanwhile is the other's."""
+    draw = random.Random(11)
+    engine = Engine()
+    first = [user(letters(400, draw))]
+    engine.ask(first, "", remote=True)
+    again, other = [[*first, user(letters(80, draw))] for _ in range(2)]
+    engine.pool.prompt(engine.render(again))
+    turn = engine.begin(again, remote=False)[1]
+    engine.begin(other, remote=False)
+    engine.pool.prompt(engine.render(other))
+    assert turn is not None
+    turn.first_byte()
+    turn.ended(len(engine.render(again)), ok=True)
+    engine.turns.close(turn)
+    engine.pool.held.clear()  # all of it is evicted, and of both turns the other alone is computed anew
+    engine.index.apply(AllBlocksCleared())
+    engine.pool.prompt(engine.render(other))
+    known = engine.turns.find(CHAT, said([*again, user("more")]), None, BYTES_PER_TOKEN)
+    assert known is not None
+    assert known.cached <= 400
+
+
+def test_turns_of_other_conversations_go_on_at_once() -> None:
+    """Also where they begin with the same words."""
+    draw = random.Random(12)
+    engine = Engine()
+    chats = [[user("hello" * 20), user(letters(400, draw))] for _ in range(3)]
+    for messages in chats:
+        engine.ask(messages, "", remote=True)
+    for messages in chats:
+        messages.append(user(letters(200, draw)))
+    turns = [engine.begin(messages, remote=False)[1] for messages in chats]
+    for messages, turn in zip(chats, turns, strict=True):
+        engine.compute(messages, turn, "", counts=True, stream=False)
+    for messages in chats:
+        known = engine.turns.find(CHAT, said([*messages, user("more")]), None, BYTES_PER_TOKEN)
+        assert known is not None
+        assert known.cached > 650
+
+
 def test_an_answer_that_is_too_long_to_be_followed_is_no_mistake() -> None:
     """What comes back of it lies behind what is known: it does not count, and nothing is concluded from it."""
     draw = random.Random(10)
