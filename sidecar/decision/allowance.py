@@ -16,10 +16,12 @@ MEMORY_S = 30.0
 class Allowance:
     """Of one engine."""
 
-    __slots__ = ("_at", "_gaps", "_generated", "_long")
+    __slots__ = ("_at", "_gaps", "_generated", "_long", "taken")
 
     def __init__(self) -> None:
         self._gaps = self._long = 0.0
+        self.taken = 0.0
+        """All that was ever taken here."""
         self._generated: int | None = None
         self._at = 0.0
 
@@ -38,4 +40,9 @@ class Allowance:
 
     def take(self, streams: float) -> None:
         """A prompt is computed while so many streams run: each of them has one long gap."""
+        self._long += streams
+        self.taken += streams
+
+    def take_elsewhere(self, streams: float) -> None:
+        """The same in another process that sends prompts to this engine, told by it."""
         self._long += streams

@@ -52,8 +52,7 @@ class _ToldSignals:
 
     def tell(self, load: Load | None, now: float) -> None:
         if load is not None:
-            names = sorted(load.model_names)
-            self._tell(messages.Load(self._rank, load.running, load.waiting, load.kv_usage, names, now))
+            self._tell(messages.Load(self._rank, load, now))
 
 
 class _View:

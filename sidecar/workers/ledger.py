@@ -98,7 +98,7 @@ class _Account:
     """One worker's."""
 
     uses: dict[Place, messages.Use] = field(default_factory=dict)
-    decode: list[tuple[int, int]] = field(default_factory=list)
+    decode: list[messages.RankUse] = field(default_factory=list)
     heard: int = 0
 
 
@@ -260,13 +260,16 @@ class Ledger:
         self._tell_decode(but=worker)
 
     def _tell_decode(self, *, but: int = 0) -> None:
-        nothing = [(0, 0)] * self._ranks
         for worker in self._accounts:
             if worker == but:
                 continue
-            others = [one.decode or nothing for number, one in self._accounts.items() if number != worker]
+            others = [one.decode for number, one in self._accounts.items() if number != worker and one.decode]
             sums = [
-                (sum(one[rank][0] for one in others), sum(one[rank][1] for one in others))
+                messages.RankUse(
+                    sum(one[rank].in_flight for one in others),
+                    sum(one[rank].tokens for one in others),
+                    sum(one[rank].long_gaps for one in others),
+                )
                 for rank in range(self._ranks)
             ]
             self._send(worker, messages.DecodeElsewhere(sums))

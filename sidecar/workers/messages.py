@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from sidecar.connectors.connector import EngineFacts
+from sidecar.decision import signals
 from sidecar.prefill import breaker, ranks
 from sidecar.settings import Settings
 from sidecar.workers.totals import Totals
@@ -85,20 +86,27 @@ class Elsewhere(_Message):
     tokens: int
 
 
-class DecodeElsewhere(_Message):
-    """The same of each rank of the decode engine; tokens: of prompts that are yet to be computed there."""
+class RankUse(msgspec.Struct, frozen=True, array_like=True):
+    """What requests do at one rank of the decode engine."""
 
-    ranks: list[tuple[int, int]]
+    in_flight: int = 0
+    tokens: int = 0
+    """Of prompts that are yet to be computed there."""
+    long_gaps: float = 0.0
+    """That local prompts have made since the worker's start: see `sidecar.decision.allowance`."""
+
+
+class DecodeElsewhere(_Message):
+    """What the other workers do at each rank of the decode engine."""
+
+    ranks: list[RankUse]
 
 
 class Load(_Message):
-    """A scrape of the decode engine: see `sidecar.decision.signals.Load`."""
+    """A scrape of one rank of the decode engine."""
 
     rank: int
-    running: int
-    waiting: int
-    kv_usage: float
-    model_names: list[str]
+    load: signals.Load
     at: float
 
 
@@ -173,9 +181,9 @@ class Use(_Message):
 
 
 class DecodeUse(_Message):
-    """The same of each rank of the decode engine, as in `DecodeElsewhere`."""
+    """The same at each rank of the decode engine."""
 
-    ranks: list[tuple[int, int]]
+    ranks: list[RankUse]
 
 
 class Locate(_Message):

@@ -23,7 +23,6 @@ from sidecar.calls import Calls
 from sidecar.connectors import CONNECTORS
 from sidecar.connectors.connector import Channel
 from sidecar.decision.guards import Mode
-from sidecar.decision.signals import Load
 from sidecar.edge.service import Live
 from sidecar.prefill.address import Address, AllowList, parse
 from sidecar.prefill.endpoints import Endpoint
@@ -102,16 +101,16 @@ class Worker:
         self._tls = tls.Tls(settings, self._observer.tls_handshake)
         self._calls = Calls(settings, self._tls)
         self._tracer = make_tracer(settings, self._observer.traced)
-        ranks = settings.data_parallel_size
-        self._elsewhere = [(0, 0)] * ranks
-        self._told_decode = [(0, 0)] * ranks
+        self._elsewhere: list[messages.RankUse] | None = None
+        """What others do at each rank of the decode engine; None: nobody has told yet."""
+        self._told_decode = [messages.RankUse()] * settings.data_parallel_size
         shared = Shared(
             self._live,
             self._endpoints,
             self._budget,
             self._observer,
             self._gate,
-            busy_elsewhere=lambda rank: self._elsewhere[rank][0],
+            busy_elsewhere=lambda rank: self._elsewhere[rank].in_flight if self._elsewhere is not None else 0,
         )
         self._serving = Serving(settings, shared, self._tls, self._calls, self._tracer, self._background)
         self._told_uses: dict[messages.Place, messages.Use] = {}
@@ -172,13 +171,16 @@ class Worker:
 
     def _tell_load(self, told: messages.Load) -> None:
         if told.rank < len(self._serving.rules):
-            load = Load(told.running, told.waiting, told.kv_usage, frozenset(told.model_names))
-            self._serving.rules[told.rank].signals.tell(load, told.at)
+            self._serving.rules[told.rank].signals.tell(told.load, told.at)
 
-    def _decode_elsewhere(self, ranks: list[tuple[int, int]]) -> None:
-        for rules, (_, new), (_, old) in zip(self._serving.rules, ranks, self._elsewhere, strict=False):
-            rules.local_ahead += new - old
-        self._elsewhere[: len(self._serving.rules)] = ranks[: len(self._serving.rules)]
+    def _decode_elsewhere(self, ranks: list[messages.RankUse]) -> None:
+        """The others' prompts count like ours; long gaps from before our time have been forgotten, or nearly."""
+        if len(self._serving.rules) < len(ranks):
+            return  # not yet
+        for rules, new, old in zip(self._serving.rules, ranks, self._elsewhere or ranks, strict=True):
+            rules.local_ahead += new.tokens - (old.tokens if self._elsewhere is not None else 0)
+            rules.signals.allowance.take_elsewhere(max(0.0, new.long_gaps - old.long_gaps))
+        self._elsewhere = ranks
 
     def _report(self, question: int, *, decisions: bool) -> None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -206,15 +208,18 @@ class Worker:
                 self._link.send(use)
             if not use.users:
                 self._told_uses.pop(use.place, None)
-        decode = [
-            (self._serving.busy(rank), rules.local_ahead - self._elsewhere[rank][1])
-            for rank, rules in enumerate(self._serving.rules)
-        ]
+        decode = [self._use_of(rank) for rank in range(len(self._serving.rules))]
         if decode != self._told_decode:
             self._told_decode = decode
             self._link.send(messages.DecodeUse(decode))
-        if any(tokens for _, tokens in decode):  # the end of a prompt that is computed here changes no leg
+        if any(one.tokens for one in decode):  # the end of a prompt that is computed here changes no leg
             self._tell_soon()
+
+    def _use_of(self, rank: int) -> messages.RankUse:
+        rules = self._serving.rules[rank]
+        elsewhere = self._elsewhere[rank].tokens if self._elsewhere is not None else 0
+        long_gaps = rules.signals.allowance.taken
+        return messages.RankUse(self._serving.busy(rank), rules.local_ahead - elsewhere, long_gaps)
 
     def _forget(self, endpoint: Endpoint) -> None:
         self._observer.forget(endpoint)

@@ -208,6 +208,23 @@ def test_failures_in_a_row_are_counted_over_all(crew: Callable[..., Crew]) -> No
         assert rig.remote(two).decision == "local; reason=no_usable_prefill"
 
 
+def test_decisions_see_what_others_have_at_decode(crew: Callable[..., Crew]) -> None:
+    """A prompt that one worker has sent to the decode engine is before the next one of another worker, too."""
+    rig = crew("--disagg", "auto")
+    with rig.connected_to(1) as one, rig.connected_to(2) as two:
+        rig.decode.fault(Fault(silence=True), path=PATH, times=1)
+        nobody = [("x-prefiller-host-port", f"127.0.0.1:{free_ports()}")]
+        one.request("POST", PATH, completion(2000), nobody)  # recomputed
+        rig.decode.wait_for(lambda engine: any(b"kanarienvogel" in received.body for received in engine.requests))
+        time.sleep(0.1)
+        inputs = rig.decision_on(rig.remote(two))["inputs"]
+        assert inputs["local_ahead"] >= 1500
+        assert inputs["streams"] >= 1
+    eventually(lambda: not rig.sidecar.in_flight())
+    with rig.connected_to(2) as two:
+        eventually(lambda: rig.decision_on(rig.remote(two))["inputs"]["local_ahead"] == 0)
+
+
 def test_budget_is_exact(crew: Callable[..., Crew]) -> None:
     """However many fail at once in both workers, so many are recomputed; a killed worker's are given back."""
     rig = crew("--recompute-max-concurrent", "3")

@@ -48,3 +48,15 @@ def test_a_restarted_engine_counts_anew() -> None:
     assert allowance.used(1) == used
     allowance.generated(10_003, 10.0)
     assert allowance.used(1) == pytest.approx(used / 2, rel=0.1)
+
+
+def test_what_others_take_counts_and_is_not_ours() -> None:
+    allowance = Allowance()
+    allowance.generated(0, 0.0)
+    allowance.generated(100_000, 1.0)
+    before = allowance.used(0)
+    allowance.take_elsewhere(300)
+    assert allowance.used(0) > before
+    assert allowance.taken == 0
+    allowance.take(2)
+    assert allowance.taken == 2
