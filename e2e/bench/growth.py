@@ -156,7 +156,7 @@ def measure_streams(bench: Bench, pace: Pace) -> tuple[list[list[slopes.Step]], 
             if step.why_not:  # once more: a moment's noise is not the end
                 step = _step(bench, proxy, case, base.p50_us, pace)
             steps.append(step)
-            if rate_hz == RATES_HZ[0]:
+            if rate_hz == RATES_HZ[0] and not step.trouble:
                 pods.append({**peaks, "core_share": step.core_share})
             if step.why_not:
                 break

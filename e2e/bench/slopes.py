@@ -169,21 +169,23 @@ _NEEDED = ("rss_mb", "descriptors")
 
 
 def stream_lines(steps: Sequence[Sequence[Step]], pod: Samples) -> list[str]:
-    """`steps`: of each round, in rising order for each number of streams; `pod`: 2,000 streams of 10 a second."""
+    """`steps`: of each round, in rising order for each number of streams; `pod`: 2,000 streams of 10 a second.
+    A window with errors has no numbers, only its reason."""
     shapes = list(dict.fromkeys((step.streams, step.rate_hz) for one in steps for step in one))
     rows = []
     for streams, rate_hz in shapes:
         found = [step for one in steps for step in one if (step.streams, step.rate_hz) == (streams, rate_hz)]
+        whole = [step for step in found if not step.trouble]
         held = sum(not step.why_not for step in found)
         reasons = dict.fromkeys(step.why_not for step in found if step.why_not)
         rows.append(
             [
                 f"{streams:,}",
                 str(rate_hz),
-                text(spread([step.chunks_per_second for step in found]), 0),
-                text(spread([step.cpu_us for step in found])),
-                text(spread([step.core_share for step in found]), 0, 100) + " %",
-                text(spread([step.added_p99_us for step in found]), 2, 0.001),
+                text(spread([step.chunks_per_second for step in whole]), 0),
+                text(spread([step.cpu_us for step in whole])),
+                text(spread([step.core_share for step in whole]), 0, 100) + " %",
+                text(spread([step.added_p99_us for step in whole]), 2, 0.001),
                 text(spread([step.waited_share for step in found]), 0, 100) + " %",
                 f"{held} of {len(found)}" + (f": {'; '.join(reasons)}" if reasons else ""),
             ]

@@ -84,11 +84,16 @@ def test_a_size_that_was_not_measured_has_a_dash_and_no_slope_of_its_own() -> No
 
 
 def test_streams_say_what_held_and_what_a_pod_needs() -> None:
-    rounds = [[step(10), step(14), step(18, share=0.99)], [step(10), step(14, late_us=9000.0)]]
+    rounds = [
+        [step(10), step(14), step(18, share=0.99)],
+        [step(10), step(14, late_us=9000.0)],
+        [step(10, trouble="!")],
+    ]
     lines = stream_lines(rounds, [{"core_share": 0.36, "rss_mb": 90.0, "descriptors": 4051}])
     text = "\n".join(lines)
     assert "| 2,000 | 14 | 28,000 | 18.0 | 50 % | 4.70 (0.40 to 9.00) | 0 % | 1 of 2: p99 9 ms later |" in lines
-    assert "sustains:** 24,000 (20,000 to 28,000) chunks a second" in text
+    assert "sustains:** 24,000 (20,000 to 28,000) chunks a second; in 1 of 3 rounds" in text
+    assert "| 2,000 | 10 | 20,000 | 18.0 | 50 % | 0.40 | 0 % | 2 of 3: ! |" in lines
     assert "needs 0.36 of a core, 90 MB of\nmemory and 4,051 descriptors" in text
 
 
