@@ -23,6 +23,8 @@ from tests.engine.gate import Gate
 from tests.engine.run import HANDOFF_KEYS, EngineDeadError, Job, Run
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.engine.events import KvEvents
 
 
@@ -82,6 +84,7 @@ class Core:
         self.died: asyncio.Event = asyncio.Event()
         self.running: dict[str, Run] = {}
         self.waiting: deque[Run] = deque()
+        self.on_step: Callable[[], None] = lambda: None
         self.aborted = 0
         self.counters: Counter[str] = Counter()
         self.sums: dict[str, float] = {}
@@ -247,6 +250,7 @@ class Core:
             self.waiting.popleft()
             self.running[run.key] = run
             run.admitted.set_result(None)
+            self.on_step()
 
     def _wake_at_expiry(self) -> None:
         seconds = self.pool.next_expiry_seconds()

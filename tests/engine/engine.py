@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine import routes
+from tests.engine.apis.adapters import Adapters
 from tests.engine.apis.schema import ApiError
 from tests.engine.core import Core, Limits
 from tests.engine.events import KvEvents
@@ -39,6 +40,10 @@ class Engine:
         model: str = "sim",
         served_models: Iterable[str] | None = None,
         loras: Iterable[str] = (),
+        max_loras: int | None = None,
+        runtime_loras: bool = False,
+        lora_files: Iterable[str] = (),
+        resolvable_loras: Iterable[str] = (),
         host: str = "127.0.0.1",
         port: int = 0,
         uds: str | None = None,
@@ -62,7 +67,13 @@ class Engine:
     ) -> None:
         self.model = model
         self.served_models = list(served_models) if served_models is not None else [model]
-        self.loras = list(loras)
+        self.adapters = Adapters(
+            {name: f"/adapters/{name}" for name in loras},
+            (1 if loras or runtime_loras else 0) if max_loras is None else max_loras,
+            runtime=runtime_loras,
+            files=set(lora_files),
+            resolvable=set(resolvable_loras),
+        )
         self.host, self.port, self.uds = host, port, uds
         self.side_channel_host, self.side_channel_port = side_channel_host, side_channel_port
         self.data_parallel_size = data_parallel_size
@@ -120,7 +131,9 @@ class Engine:
                 compat_salt=self.compat_salt,
                 events=self._kv_events(rank),
             )
+            core.on_step = self._stepped
             self.cores.append(core)
+        self.adapters.forget()
         self._start_side_channels()
         self.started_at = time.time()
         self._watchdog = asyncio.create_task(self._watch())
@@ -301,10 +314,15 @@ class Engine:
     def counter(self, name: str) -> float:
         return sum(core.counters[name] for core in self.cores)
 
+    def _stepped(self) -> None:
+        if self.adapters.max_loras:
+            runs = [run for core in self.cores for run in (*core.running.values(), *core.waiting)]
+            self.adapters.step([run.job.lora for run in runs if run.job.lora is not None])
+
     # -- requests
 
     def lora_of(self, name: str | None) -> str | None:
-        return name if name in self.loras else None
+        return name if name in self.adapters.loaded else None
 
     def choose_core(self, received: Received) -> tuple[Core, int | None]:
         """The rank that the header pins, or the least loaded one; a rank out of range is refused later."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,8 +40,14 @@ _SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
-def exposition(engine: Engine) -> str:
-    return "\n".join(_lines(engine)) + "\n"
+def exposition(engine: Engine, names: Collection[str] = ()) -> str:
+    """All families, or those named."""
+    lines = [line for line in _lines(engine) if not names or _family(line) in names]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _family(line: str) -> str:
+    return line.split()[2] if line.startswith("#") else line.partition("{")[0]
 
 
 def _labels(engine: Engine, rank: int, **more: object) -> str:
@@ -95,14 +101,7 @@ def _lines(engine: Engine) -> Iterator[str]:
             f'num_gpu_blocks="{limits.num_blocks}",prefix_caching_hash_algo="sha256"'
         )
         yield f"vllm:cache_config_info{{{labels}}} 1.0"
-    if engine.loras:
-        yield from family("lora_requests_info", "gauge")
-        running = ",".join(sorted({run.job.lora for core in engine.cores for run in core.active if run.job.lora}))
-        waiting = ",".join(sorted({run.job.lora for core in engine.cores for run in core.waiting if run.job.lora}))
-        yield (
-            f'vllm:lora_requests_info{{max_lora="{len(engine.loras)}",running_lora_adapters="{running}",'
-            f'waiting_lora_adapters="{waiting}"}} {engine.started_at}'
-        )
+    yield from engine.adapters.exposition()
 
 
 def _gauge(name: str, core: Core) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
 
 from tests.engine import metrics
-from tests.engine.apis import chat, completions, generate, messages, responses, serving
+from tests.engine.apis import adapters, chat, completions, generate, messages, responses, serving
 from tests.engine.apis.schema import ApiError, FieldError, json_answer, parse_json
 from tests.engine.wire import Answer, Received
 
@@ -62,7 +63,7 @@ async def models(engine: Engine, _received: Received) -> Answer:
         }
 
     data = [card(name, engine.model, None) for name in engine.served_models]
-    data += [card(name, f"/adapters/{name}", engine.served_models[0]) for name in engine.loras]
+    data += [card(name, path, engine.served_models[0]) for name, path in engine.adapters.loaded.items()]
     return json_answer({"object": "list", "data": data})
 
 
@@ -82,6 +83,13 @@ async def kv_event_sources(engine: Engine, _received: Received) -> Answer:
 async def show_metrics(engine: Engine, _received: Received) -> Answer:
     kind = b"text/plain; version=1.0.0; charset=utf-8"
     return Answer(content_type=kind, body=metrics.exposition(engine).encode())
+
+
+async def show_families(engine: Engine, received: Received) -> Answer:
+    """prometheus_client's own application, which is mounted behind the other one: it reads `name[]`."""
+    names = parse_qs(received.target.partition("?")[2]).get("name[]", [])
+    kind = b"text/plain; version=0.0.4; charset=utf-8"
+    return Answer(content_type=kind, body=metrics.exposition(engine, names).encode())
 
 
 async def invocations(engine: Engine, received: Received) -> Answer:
@@ -113,6 +121,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/load": {"GET": load},
     "/version": {"GET": version},
     "/metrics": {"GET": show_metrics},
+    "/metrics/": {"GET": show_families},
     "/kv_event_sources": {"GET": kv_event_sources},
     "/tokenize": {"POST": generate.tokenize},
     "/detokenize": {"POST": generate.detokenize},
@@ -129,6 +138,12 @@ ROUTES: dict[str, dict[str, Handler]] = {
 }
 
 
+RUNTIME_LORA_ROUTES: dict[str, dict[str, Handler]] = {
+    "/v1/load_lora_adapter": {"POST": adapters.load},
+    "/v1/unload_lora_adapter": {"POST": adapters.unload},
+}
+
+
 async def dispatch(engine: Engine, received: Received) -> Answer:
     path = received.path
     guarded = engine.api_key is not None and path.startswith(_GUARDED) and received.method != "OPTIONS"
@@ -137,7 +152,7 @@ async def dispatch(engine: Engine, received: Received) -> Answer:
     if path in _SCALE_OUT and not engine.enable_scale_out:
         message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
         raise ApiError(403, message, "PermissionDeniedError")
-    methods = ROUTES.get(path)
+    methods = ROUTES.get(path) or (RUNTIME_LORA_ROUTES.get(path) if engine.adapters.runtime else None)
     if methods is None and (found := _RESPONSE.fullmatch(path)):
         methods = {"POST" if found[1] else "GET": responses.retrieve}
     if methods is None:

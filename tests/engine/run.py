@@ -390,6 +390,7 @@ class Run:
         with contextlib.suppress(ValueError):
             core.waiting.remove(self)
         core.running.pop(self.key, None)
+        core.on_step()
         if self.finish_reason is None:
             core.aborted += 1
             core.counters["request_success_abort"] += 1

@@ -36,7 +36,7 @@ def base_request_id(received: Received, body: dict[str, Any]) -> str:
 
 
 def check_model(engine: Engine, name: str | None) -> None:
-    if name and name not in engine.served_models and name not in engine.loras:
+    if name and name not in engine.served_models and not engine.adapters.finds(name):
         aliases = ", ".join(engine.served_models)
         raise ApiError(
             404,
