@@ -7,6 +7,7 @@ ENDS = {
     Then.RELAY: ("relayed", "the engine's answer, unchanged"),
     Then.NEXT: ("next", "another prefill endpoint?"),
     Then.POLICY: ("policy", "the policy"),
+    Then.NEXT_OR_HERE: ("next_or_here", "another prefill endpoint with it?"),
     Then.BREAK_OFF: ("broken", "error event, or a cut body"),
     Then.RELEASE: ("given_back", "the handoff is given back"),
     Then.TO_FIRST_BYTE: ("let", "let to the first byte, then closed"),
@@ -27,6 +28,8 @@ WELL = (
 DECIDED = (
     ("next", "prefill", "yes, and an attempt is left"),
     ("next", "policy", "no"),
+    ("next_or_here", "prefill", "yes, and an attempt is left"),
+    ("next_or_here", "decode", "no"),
     ("policy", "decode", "recompute, within the budget"),
     ("policy", "own", "fail"),
 )

@@ -33,6 +33,7 @@ class Sidecar(Control):
         for rank, probe in enumerate(probes):
             index = self._subscribe(rank) if self.settings.kv_events == "on" else None
             await self._serving.listen(rank, index)
+            self._serving.rules[rank].models = self._own_models[rank]
             if self.settings.decision_rule == "cost" or index is not None:
                 self._scrape(probe, self._serving.rules[rank].signals)
 

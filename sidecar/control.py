@@ -26,6 +26,7 @@ from sidecar.decision.guards import Mode
 from sidecar.decision.scraper import Hearer, Scraper
 from sidecar.edge.service import Live
 from sidecar.exchange.budget import Recomputes
+from sidecar.prefill.adapters import AdapterKeeper
 from sidecar.prefill.address import Address, AllowList, parse
 from sidecar.prefill.discovery.discovery import Discovery
 from sidecar.prefill.discovery.make import make_source
@@ -33,6 +34,7 @@ from sidecar.prefill.endpoints import Endpoint, Endpoints
 from sidecar.prefill.facts import FactsKeeper
 from sidecar.prefill.gate import Gate
 from sidecar.prefill.probe import EngineProbe
+from sidecar.prefill.served import Told
 from sidecar.prefill.warmup import WarmUp
 from sidecar.settings import Settings
 from transport.prober import Endpoint as SideChannel
@@ -71,6 +73,9 @@ class Control:
         self._facts = FactsKeeper(
             self._background, self._calls.prefill_probe, self._loop.time, self._endpoint_changed
         )
+        self._own_models = [Told() for _ in range(settings.data_parallel_size)]
+        """What each rank of the decode engine serves."""
+        self._adapters: AdapterKeeper | None = None
         self._switch = Switch(self._live)
         self._admin: web.AppRunner | None = None
         self._stop: asyncio.Future[int] = self._loop.create_future()
@@ -87,6 +92,8 @@ class Control:
         self._calls.open()
         probes = [self._calls.engine_probe(rank) for rank in range(settings.data_parallel_size)]
         health = Health(self._live, probes, self._not_yet)
+        if CONNECTORS[settings.kv_connector].splits:
+            self._adapters = self._make_adapter_keeper(probes)
         observed, readiness, ask_others = self._shown(health)
         app = application(settings, observed, self._switch, readiness, lambda: self._tls.admin_key.key, ask_others)
         self._admin = web.AppRunner(app, access_log=None)
@@ -106,6 +113,8 @@ class Control:
         """Starts everything that is not asked for by a request."""
         self._open_side_channels()
         self._background.start("facts of prefill endpoints", self._facts.run(self._endpoints))
+        if self._adapters is not None:
+            self._background.start("models and adapters of engines", self._adapters.run())
         if self._observer.discovery is not None:  # nothing waits for it: without endpoints requests are local
             self._background.start("discovery", self._observer.discovery.run())
         self._background.start("health of the decode engine", health.run())
@@ -118,6 +127,17 @@ class Control:
         self._background.start("giving memory back", process.keep_giving_back())
         if self._tls.reads_files:
             self._background.start("watch over certificates and keys", self._tls.watch())
+
+    def _make_adapter_keeper(self, probes: Sequence[EngineProbe]) -> AdapterKeeper:
+        return AdapterKeeper(
+            self._background,
+            self._endpoints,
+            self._calls.prefill_probe,
+            list(zip(probes, self._own_models, strict=True)),
+            lambda: self._live.mode is not Mode.OFF,
+            time.monotonic,
+            self._models_told,
+        )
 
     def _open_side_channels(self) -> None:
         gate = self._gate
@@ -270,6 +290,9 @@ class Control:
 
     def _endpoint_changed(self, endpoint: Endpoint) -> None:
         """Its side channel or its metrics have told something."""
+
+    def _models_told(self, who: Endpoint | int) -> None:
+        """An endpoint, or a rank of the decode engine, has told which models it serves."""
 
     def _shown(self, health: Health) -> tuple[Observed, Readiness, Callable[[bool], Awaitable[None]]]:
         """What the admin port shows: of the requests and of readiness, and what is to be awaited before."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -66,10 +67,10 @@ class Limited:
         self._log = log
         self._said: dict[str, tuple[float, int]] = {}
 
-    def warning(self, cause: str, message: str, *args: object) -> None:
+    def warning(self, cause: str, message: str, *args: object, again_after_s: float = REPEAT_AFTER_S) -> None:
         now = time.monotonic()
-        last, unsaid = self._said.get(cause, (-REPEAT_AFTER_S, 0))
-        if now - last < REPEAT_AFTER_S:
+        last, unsaid = self._said.get(cause, (-math.inf, 0))
+        if now - last < again_after_s:
             self._said[cause] = (last, unsaid + 1)
             return
         if len(self._said) >= MAX_CAUSES:

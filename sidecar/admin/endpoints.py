@@ -5,6 +5,9 @@ from typing import Any
 from sidecar.prefill.discovery.discovery import Discovery, Standing
 from sidecar.prefill.endpoints import Endpoint, Endpoints
 
+MAX_ADAPTERS = 64
+"""Shown of one endpoint."""
+
 
 def shown(endpoints: Endpoints, discovery: Discovery | None) -> dict[str, Any]:
     """The source's state, and every endpoint: those that get requests, those whose last requests are running, and
@@ -49,4 +52,6 @@ def _record(endpoint: Endpoint, standing: Standing | None, detail: str) -> dict[
         record["standing"] = standing.value
     elif endpoint.leaving:
         record["standing"] = "left"
+    if endpoint.models.served is not None:
+        record["adapters"] = sorted(endpoint.models.served.adapters)[:MAX_ADAPTERS]
     return record | ({"detail": detail} if detail else {})

@@ -258,6 +258,8 @@ class Observer:
             self._limited.warning(
                 f"no usable prefill: {why}", "no usable prefill, prompts are computed here: %s", why
             )
+        elif decision.reason == "model":  # perhaps meant so: said once an hour, not all the time
+            self._limited.warning(f"model: {decision.detail}", "%s", decision.detail, again_after_s=3600.0)
         if decision.verdict is not None and decision.verdict.static:
             self.static_decisions.add((decision.verdict.static,))
 

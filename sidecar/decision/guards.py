@@ -23,6 +23,7 @@ from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import Fields
 from sidecar.prefill.address import BadAddress
 from sidecar.prefill.endpoints import Endpoint, Endpoints, NotAllowed
+from sidecar.prefill.served import named
 
 
 class Mode(StrEnum):
@@ -63,6 +64,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Of a prompt whose tokens are estimated."""
     is_text: bool = False
     """Of a prompt that goes remote its token ids are all that there is."""
+    adapter: str = ""
+    """The LoRA adapter that it names, if the decode engine lists it or may load it."""
     conversation: int = 0
     """Prompts with the same number begin alike, so that one endpoint may hold their KV; 0 where none is chosen by
     us."""
@@ -123,6 +126,9 @@ def decide(
     tokens = exact_tokens(api, members) if is_exact else int(size_bytes / rules.bytes_per_token(api))
     is_short = mode is Mode.AUTO and tokens < rules.min_remote_tokens
     ordered = candidates is not endpoints.members and not endpoints.samples
+    candidates, adapter, problem = endpoints.serving(named(members.get("model")), rules.models, candidates)
+    if problem:
+        return Decision(Kind.LOCAL, "model", problem, tokens)
     of_rank = endpoints.of_rank(candidates, rank)
     if not endpoints.any_usable(of_rank):
         return _unusable(of_rank or candidates, tokens, is_short, "" if of_rank else f"rank {rank} brings no KV")
@@ -139,6 +145,7 @@ def decide(
         prompt_bytes=size_bytes,
         candidates=tuple(candidates),
         ordered=ordered,
+        adapter=adapter,
         is_text=is_text(api, members, media),
         conversation=0 if ordered or len(candidates) == 1 else conversation(api, members),
         rank=rank,

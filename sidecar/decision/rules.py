@@ -14,6 +14,7 @@ from sidecar.decision.signals import Signals
 from sidecar.decision.turns import Known, Turn, Turns
 from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import Fields
+from sidecar.prefill.served import Told
 from transport.prefix_index import PrefixIndex
 
 BYTES_PER_TOKEN_BOUNDS = (1.0, 16.0)
@@ -64,6 +65,8 @@ class Rules:
         self.min_remote_tokens = min_remote_tokens
         self.remote_media = remote_media
         self.signals = Signals()
+        self.models = Told()
+        """Of the local engine."""
         self.costs = costs
         self.index = index
         self._turns = Turns(index.index, index.first_held) if index is not None else None

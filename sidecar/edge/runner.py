@@ -31,6 +31,7 @@ from sidecar.exchange.peek import FirstEvents
 from sidecar.exchange.splice import Fields, NotAnObject, prefill_body
 from sidecar.prefill.address import Address
 from sidecar.prefill.ranks import rank_of_header
+from sidecar.prefill.served import ADAPTER_CALLS
 
 if TYPE_CHECKING:
     from sidecar.edge.client import ClientConnection
@@ -482,6 +483,8 @@ class Runner:
         self._times.end = time.monotonic()
         exchange = self._exchange
         if exchange is not None:
+            if self._status == 200 and self.request.path in ADAPTER_CALLS:
+                self.service.rules.models.doubt()
             self._give_back()
             exchange.close()
             self._end_here()

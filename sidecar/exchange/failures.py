@@ -27,6 +27,7 @@ class Then(StrEnum):
     RELAY = "the engine's answer, unchanged"
     NEXT = "the next prefill endpoint, then the policy"
     POLICY = "the policy"
+    NEXT_OR_HERE = "the next prefill endpoint, then the local engine, as if it had been decided so"
     BREAK_OFF = "an SSE error event, or a cut body where it is no SSE"
     RELEASE = "the handoff is given back at once"
     TO_FIRST_BYTE = "the engine is let to its first byte, then closed"
@@ -106,6 +107,13 @@ ROWS: tuple[Row, ...] = (
         504,
         "the prefill endpoint has answered no probe for --pull-timeout while it owes an answer",
         blames=True,
+    ),
+    Row(
+        _P,
+        "no_adapter",
+        Then.NEXT_OR_HERE,
+        0,
+        "404 for an adapter that the decode engine may have: no mistake of the client's",
     ),
     Row(_P, "busy", Then.NEXT, 503, "the prefill endpoint answered 429", retry_after_s=1),
     Row(_P, "server_error", Then.NEXT, 502, "the prefill endpoint answered 5xx", blames=True),

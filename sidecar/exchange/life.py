@@ -196,6 +196,9 @@ class Exchange:
     def prefill_answered(self, status: int, body: bytes, born: float, block_size: int) -> Command:
         """The prefill endpoint's whole answer is here. `born`: when its head came, from when on the lease is
         counted; `block_size`: the local engine's, 0 if unknown."""
+        if status == 404 and self.decision.adapter and self.prefill_endpoint is not None:
+            self.prefill_endpoint.models.refused(self.decision.adapter, self._now())
+            return self.fault("no_adapter")
         if status != 200:
             return self.fault(prefill_fault(status), f"status {status}")
         endpoint = self._end_prefill("ok")
@@ -348,6 +351,8 @@ class Exchange:
                 return self._next_prefill() or self._policy(row, row.reason, detail)
             case Then.POLICY:
                 return self._policy(row, row.reason, detail)
+            case Then.NEXT_OR_HERE:
+                return self._next_prefill() or self._here()
             case Then.BREAK_OFF:
                 return BreakOff(row)
             case Then.RELEASE:
@@ -391,6 +396,7 @@ class Exchange:
             may_repeat=may_repeat,
             conversation=decision.conversation,
             tokens=decision.estimated_tokens,
+            adapter=decision.adapter,
         )
         if endpoint is None:
             return None
@@ -434,6 +440,13 @@ class Exchange:
         at_once = fault in ("refused", "unreachable", "peer_silent", "side_channel_dead")
         self._endpoints.failed(endpoint, at_once=at_once, trial=self._trial, rank=self._rank)
         self._trial = 0
+
+    def _here(self) -> Command:
+        """As the guard had decided, had it known that no prefill endpoint serves what the request names."""
+        self.what, self.reason = Kind.LOCAL, "model"
+        self.stage = Stage.DECODE
+        self._leave_endpoint()
+        return Decode(None)
 
     def _policy(self, row: Row, reason: str, detail: str = "") -> Command:
         self._strand()

@@ -15,6 +15,8 @@ from sidecar.prefill.address import Address, AllowList, BadAddress, parse
 from sidecar.prefill.breaker import Breaker
 from sidecar.prefill.homes import MASK, MIX, Homes
 from sidecar.prefill.ranks import Ranks
+from sidecar.prefill.served import Served, Serving, Told, serving
+from sidecar.prefill.slots import Slots
 from transport.prober import Endpoint as SideChannel
 
 MAX_ENDPOINTS = 512
@@ -66,6 +68,10 @@ class Endpoint:
     has_ranks: bool = False
     """Several engines are behind the address; not all of their side channels may be known."""
     facts: EngineFacts = field(default_factory=EngineFacts)
+    models: Told = field(default_factory=Told)
+    slots: Slots | None = None
+    """Which adapters it had at hand when it was last asked; counts until `slots_until`."""
+    slots_until: float = float("-inf")
     peer_host: str = ""
     """IP address that last answered here; what a handoff may name besides the configured host."""
     side_channels: dict[SideChannel, bool] = field(default_factory=dict)
@@ -98,6 +104,10 @@ class Endpoint:
         turns = [(self.last_rank + 1 + step) % count for step in range(count)]
         self.last_rank = next((rank for rank in turns if self.ranks.admits(rank, now)), turns[0])
         return self.last_rank
+
+    def has_place(self, adapter: str, now: float) -> bool:
+        """Whether a prompt for this adapter pushes no other one out there; true as long as it has not told."""
+        return self.slots is None or now >= self.slots_until or self.slots.has_place(adapter)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -145,6 +155,8 @@ class Endpoints:
         self._unready: frozenset[Address] = frozenset()
         """Addresses that discovery knows and does not let us use."""
         self._header_cache: dict[bytes, tuple[Address, ...]] = {}
+        self.adapters: frozenset[str] = frozenset()
+        """What any of them listed as an adapter when it was last asked."""
         self._no_kv = 0
         self._random = random.Random()  # noqa: S311
         self._salt = self._random.getrandbits(64)
@@ -281,6 +293,16 @@ class Endpoints:
         endpoint.leaving = endpoint.forgotten = True
         self._forgotten(endpoint)
 
+    def told_models(self, endpoint: Endpoint, served: Served, until: float) -> None:
+        """What the endpoint serves, as it counts until then."""
+        endpoint.models.tell(served, until)
+        told = [one.models.served.adapters for one in self if one.models.served is not None]
+        self.adapters = frozenset().union(*told)
+
+    def serving(self, name: str, own: Told, candidates: Sequence[Endpoint]) -> Serving:
+        """Which of the candidates may prefill a request for the model or adapter `name`."""
+        return serving(name, own, candidates, self.adapters, self._now())
+
     def choose(
         self,
         candidates: Sequence[Endpoint],
@@ -290,6 +312,7 @@ class Endpoints:
         may_repeat: bool,
         conversation: int = 0,
         tokens: int = 0,
+        adapter: str = "",
     ) -> Endpoint | None:
         """The next endpoint to try, or None. `may_repeat`: one that was tried may come again if it is the only one.
 
@@ -299,6 +322,9 @@ class Endpoints:
         What belongs to a `conversation` goes to the endpoint that has had it before, for its KV cache, unless more
         waits there than this prompt's `tokens` beyond what waits elsewhere: no cache saves more than those. Another
         sidecar sends it elsewhere: of a beginning that a whole fleet shares we see our own part of the load only.
+
+        Where an `adapter` would have to push another one out, an endpoint that has it, or room for it, is preferred
+        within the same bound; a conversation has its endpoint among these then.
         """
         now = self._now()
         if not candidates:
@@ -308,6 +334,18 @@ class Endpoints:
             return only if only.admits(now) and (may_repeat or not tried) else None
         if ordered:
             return next((one for one in candidates if one not in tried and one.admits(now)), None)
+        best = self._best(candidates, tried, conversation, tokens, now)
+        if adapter and best is not None and not best.has_place(adapter, now):
+            with_place = [one for one in candidates if one.has_place(adapter, now)]
+            other = self._best(with_place, tried, conversation, tokens, now) if with_place else None
+            if other is not None and other.tokens_in_flight <= best.tokens_in_flight + tokens:
+                return other
+        return best
+
+    def _best(
+        self, candidates: Sequence[Endpoint], tried: list[Endpoint], conversation: int, tokens: int, now: float
+    ) -> Endpoint | None:
+        """See `choose`."""
         one = self._draw(candidates, tried, now)
         if one is None:
             return None

@@ -13,12 +13,19 @@ import aiohttp
 
 from sidecar.connectors.connector import EngineFacts
 from sidecar.decision.signals import Load, parse_load
+from sidecar.prefill.served import Served, parse_served
+from sidecar.prefill.slots import FAMILY, Slots, parse_slots
 from sidecar.prefill.stall import Fetching, parse_fetching
 from sidecar.tls import describe
 
 MAX_METRICS_BYTES = 8 << 20
+MAX_MODELS_BYTES = 4 << 20
+"""Some 8,000 adapters: half a KB for each."""
+MAX_SLOTS_BYTES = 1 << 20
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+_ONCE = {"connection": "close"}
+"""For what is asked so seldom that the engine would have closed a kept connection before."""
 
 
 def _no_key() -> str:
@@ -84,23 +91,54 @@ class EngineProbe:
 
     async def _metrics(self, timeout_s: float) -> str:
         """The exposition, "" if there is none."""
+        body = await self._body("/metrics", MAX_METRICS_BYTES, timeout_s)
+        return "" if body is None else body.decode("utf-8", "replace")
+
+    async def served(self, timeout_s: float) -> Served | None:
+        """What `/v1/models` lists; None if it does not tell."""
+        body = await self._body("/v1/models", MAX_MODELS_BYTES, timeout_s, **_ONCE)
+        return None if body is None else parse_served(bytes(body))
+
+    async def loads_adapters(self, timeout_s: float) -> bool:
+        """Whether it may load an adapter that a request names. vLLM 0.32 does that, with a resolver plugin, only
+        where adapters may be loaded at run time, and only there the path for it exists (404 elsewhere, 405 to GET).
+        """
         try:
             async with self._session.get(
-                self._base_url + "/metrics",
+                self._base_url + "/v1/load_lora_adapter",
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
                 allow_redirects=False,
-                **self._access.options(),
+                **self._access.options(**_ONCE),
+            ) as response:
+                return response.status != 404
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return True
+
+    async def slots(self, timeout_s: float) -> Slots | None:
+        """Which adapters it has at hand; None if it does not tell. With the slash vLLM gives the one family that is
+        asked for (prometheus_client's application), without it all of them (the instrumentator's)."""
+        body = await self._body(f"/metrics/?name[]={FAMILY}", MAX_SLOTS_BYTES, timeout_s, **_ONCE)
+        return None if body is None else parse_slots(body.decode("utf-8", "replace"))
+
+    async def _body(self, target: str, most_bytes: int, timeout_s: float, **headers: str) -> bytearray | None:
+        """The body of a 200 answer, None if there is none or it is larger."""
+        try:
+            async with self._session.get(
+                self._base_url + target,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+                allow_redirects=False,
+                **self._access.options(**headers),
             ) as response:
                 if response.status != 200:
-                    return ""
+                    return None
                 body = bytearray()
                 async for piece in response.content.iter_any():
                     body += piece
-                    if len(body) > MAX_METRICS_BYTES:
-                        return ""
-                return body.decode("utf-8", "replace")
+                    if len(body) > most_bytes:
+                        return None
+                return body
         except (TimeoutError, aiohttp.ClientError, OSError):
-            return ""
+            return None
 
 
 def _problem(error: Exception) -> str:

@@ -185,6 +185,19 @@ class Hub(Control):
         if self._crew is not None:
             self._tell_all(self._state())
 
+    def _models_told(self, who: Endpoint | int) -> None:
+        if (message := self._models(who)) is not None:
+            self._tell_all(message)
+
+    def _models(self, who: Endpoint | int) -> messages.OwnModels | messages.Models | None:
+        told = self._own_models[who] if isinstance(who, int) else who.models
+        if told.served is None:
+            return None
+        if isinstance(who, int):
+            return messages.OwnModels(who, told.served, told.until)
+        place = messages.Place(who.address.host, who.address.port)
+        return messages.Models(place, told.served, told.until, who.slots, who.slots_until)
+
     def _tell_load(self, load: messages.Load) -> None:
         self._loads[load.rank] = load
         self._tell_all(load)
@@ -204,6 +217,9 @@ class Hub(Control):
         self._ledger.serves(worker)
         for load in self._loads.values():
             self._crew.send(worker, load)
+        for who in (*range(len(self._own_models)), *self._endpoints):
+            if (message := self._models(who)) is not None:
+                self._crew.send(worker, message)
 
     def closed(self, worker: int) -> None:
         self._budget.clear(worker - 1)
@@ -215,6 +231,8 @@ class Hub(Control):
                 self._ledger.used(worker, message)
             case messages.DecodeUse():
                 self._ledger.decode_used(worker, message)
+            case messages.Reloaded():
+                self._own_models[message.rank].doubt()
             case messages.Locate():
                 self._locate(worker, message)
             case messages.AskAlive():

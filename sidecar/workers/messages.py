@@ -10,6 +10,8 @@ import msgspec
 from sidecar.connectors.connector import EngineFacts
 from sidecar.decision import signals
 from sidecar.prefill import breaker, ranks
+from sidecar.prefill.served import Served
+from sidecar.prefill.slots import Slots
 from sidecar.settings import Settings
 from sidecar.workers.totals import Totals
 
@@ -110,6 +112,24 @@ class Load(_Message):
     at: float
 
 
+class OwnModels(_Message):
+    """Which models a rank of the decode engine serves: see `sidecar.prefill.served.Served`."""
+
+    rank: int
+    served: Served
+    until: float
+
+
+class Models(_Message):
+    """The same of a prefill endpoint, and the slots of its adapters."""
+
+    place: Place
+    served: Served
+    until: float
+    slots: Slots | None
+    slots_until: float
+
+
 class Located(_Message):
     """Answer to `Locate`: the address, or a fault of the failure table and its detail."""
 
@@ -134,7 +154,7 @@ class Tell(_Message):
     decisions: bool
 
 
-_Told = State | Discovered | News | NoKv | Elsewhere | DecodeElsewhere | Load
+_Told = State | Discovered | News | NoKv | Elsewhere | DecodeElsewhere | Load | OwnModels | Models
 ToWorker = Welcome | _Told | Located | Answered | Tell
 
 
@@ -186,6 +206,12 @@ class DecodeUse(_Message):
     ranks: list[RankUse]
 
 
+class Reloaded(_Message):
+    """A rank of the decode engine was told to serve other adapters."""
+
+    rank: int
+
+
 class Locate(_Message):
     """Where may the decode engine pull this handoff from?"""
 
@@ -218,4 +244,4 @@ class Report(_Message):
     decisions: bytes
 
 
-ToHub = Serves | Learned | Outcome | Use | DecodeUse | Locate | AskAlive | Report
+ToHub = Serves | Learned | Outcome | Use | DecodeUse | Reloaded | Locate | AskAlive | Report

@@ -111,6 +111,12 @@ class Replica(Endpoints):
         else:
             self._elsewhere.pop(endpoint, None)
 
+    def told_models_of(self, told: messages.Models) -> None:
+        endpoint = self.known(told.place)
+        if endpoint is not None:
+            self.told_models(endpoint, told.served, told.until)
+            endpoint.slots, endpoint.slots_until = told.slots, told.slots_until
+
     def known(self, place: Place) -> Endpoint | None:
         address = Address(place.host, place.port)
         return self._known.get(address) or self._leaving.get(address)

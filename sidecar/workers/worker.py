@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import uvloop
@@ -129,6 +130,7 @@ class Worker:
         self._serving.start()
         for rank in range(settings.data_parallel_size):
             await self._serving.listen(rank)
+            self._serving.rules[rank].models.doubted = partial(self._link.send, messages.Reloaded(rank))
         self._background.start("giving memory back", process.keep_giving_back())
         if self._tls.reads_files:
             self._background.start("watch over certificates and keys", self._tls.watch())
@@ -156,8 +158,8 @@ class Worker:
             case messages.Answered():
                 assert self._gate is not None
                 self._gate.answered(message)
-            case messages.Load():
-                self._tell_load(message)
+            case messages.Load() | messages.OwnModels() | messages.Models():
+                self._engines_told(message)
             case messages.Tell():
                 self._report(message.question, decisions=message.decisions)
             case messages.Discovered():
@@ -169,9 +171,17 @@ class Worker:
                 if message.draining:
                     self.drain()
 
-    def _tell_load(self, told: messages.Load) -> None:
-        if told.rank < len(self._serving.rules):
-            self._serving.rules[told.rank].signals.tell(told.load, told.at)
+    def _engines_told(self, told: messages.Load | messages.OwnModels | messages.Models) -> None:
+        if isinstance(told, messages.Models):
+            self._endpoints.told_models_of(told)
+            return
+        if told.rank >= len(self._serving.rules):
+            return
+        rules = self._serving.rules[told.rank]
+        if isinstance(told, messages.OwnModels):
+            rules.models.tell(told.served, told.until)
+        else:
+            rules.signals.tell(told.load, told.at)
 
     def _decode_elsewhere(self, ranks: list[messages.RankUse]) -> None:
         """The others' prompts count like ours; long gaps from before our time have been forgotten, or nearly."""

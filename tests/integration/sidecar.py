@@ -432,13 +432,20 @@ def close_idle(engine: ThreadedEngine) -> None:
 
 
 def _of_clients(engine: ThreadedEngine) -> list[Received]:
-    probes = (("GET", "/health"), ("GET", "/metrics"))
     direct = DIRECT[0].encode(), DIRECT[1].encode()
     return [
         one
         for one in list(engine.requests)
-        if (one.method, one.target) not in probes and direct not in one.headers and RELEASED not in one.body
+        if not _is_probe(one) and direct not in one.headers and RELEASED not in one.body
     ]
+
+
+def _is_probe(one: Received) -> bool:
+    """What the sidecar asks by itself. Clients ask for models too, and are no aiohttp."""
+    if one.method != "GET":
+        return False
+    own = "aiohttp" in (one.header("user-agent") or "")
+    return one.target in ("/health", "/metrics") or (own and one.path.startswith(("/v1/", "/metrics/")))
 
 
 def released(engine: ThreadedEngine) -> int:

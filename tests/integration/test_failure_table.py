@@ -210,6 +210,7 @@ SHOWN_APART = {
 
 NOT_OVER_SOCKETS: dict[Row, str] = {
     TABLE[Stage.HANDOFF, "own_channel_dead"]: "another connector's: tests/integration/test_offloading.py",
+    TABLE[Stage.PREFILL, "no_adapter"]: "these engines have no adapters: tests/integration/test_adapters.py",
 }
 """Rows that clients and engines of this file cannot bring about, and why."""
 

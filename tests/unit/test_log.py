@@ -102,6 +102,14 @@ def test_cause_is_said_once_and_counted(clock: Clock, caplog: pytest.LogCaptureF
     assert messages(caplog)[2:] == ["it failed: why"]
 
 
+def test_what_may_be_meant_so_is_said_seldom(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    limited = Limited(logging.getLogger("test"))
+    for _ in range(12):
+        limited.warning("cause", "so it is", again_after_s=100.0)
+        clock.now += REPEAT_AFTER_S
+    assert messages(caplog) == ["so it is", "so it is [9 more of these since the last line]"]
+
+
 def test_causes_are_told_apart(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     limited = Limited(logging.getLogger("test"))
     for _ in range(3):

@@ -8,6 +8,7 @@ from sidecar.exchange.budget import Budget
 from sidecar.prefill.address import parse
 from sidecar.prefill.breaker import State
 from sidecar.prefill.discovery.discovery import Discovery, Member, Report, Standing
+from sidecar.prefill.served import Served
 from tests.unit.prefill.world import Known
 
 
@@ -118,3 +119,13 @@ def test_every_kind() -> None:
     world.discovery.found({})
     world.endpoints.let_go(t)
     assert {one["address"] for one in world.shown()["endpoints"]} == {"s:1", "h:1"}
+
+
+def test_adapters_of_an_endpoint_are_shown_once_it_has_told() -> None:
+    world = World()
+    (record,) = world.shown()["endpoints"]
+    assert "adapters" not in record
+    names = frozenset(f"a{n:04}" for n in range(500))
+    world.endpoints.configured[0].models.tell(Served(frozenset({"base"}), names), 10.0)
+    (record,) = world.shown()["endpoints"]
+    assert record["adapters"] == sorted(names)[:64]

@@ -171,6 +171,13 @@ def test_why_no_prefill_is_usable_is_told_once(world: Watched, caplog: pytest.Lo
     assert "breaker open" in line
 
 
+def test_a_model_that_only_one_side_serves_is_told_once(world: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        world.observer.decided(Decision(Kind.LOCAL, "model", "adapter 'french' is here only: load it there"), 0.0)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "adapter 'french' is here only: load it there"
+
+
 def test_clients_that_leave_are_no_news(world: Watched, caplog: pytest.LogCaptureFixture) -> None:
     world.end(world.remote() >> start << Prefill(world.a) >> left << object, 0)
     assert caplog.records == []

@@ -17,6 +17,7 @@ from sidecar.exchange.apis import APIS, CHAT, COMPLETIONS, RESPONSES, Api
 from sidecar.exchange.splice import fields
 from sidecar.prefill.address import Address, AllowList
 from sidecar.prefill.endpoints import Endpoint, Endpoints
+from sidecar.prefill.served import Served
 from transport.prefix_index import PrefixIndex
 
 LISTED = b"10.0.0.5:8000"
@@ -67,6 +68,13 @@ class World:
             rank,
         )
 
+    def serve(self, own: tuple[str, ...], *there: tuple[str, ...]) -> None:
+        """Adapters of the decode engine, and of each endpoint in turn."""
+        self.rules.models.tell(Served(frozenset({"base"}), frozenset(own), loads=False), 1000.0)
+        for endpoint, adapters in zip(self.endpoints, there, strict=False):
+            endpoint.models.tell(Served(frozenset({"base"}), frozenset(adapters), loads=False), 1000.0)
+        self.endpoints.adapters = frozenset().union(*there)
+
     def open_all(self) -> None:
         for endpoint in self.endpoints:
             endpoint.breaker.failed(0.0, at_once=True)
@@ -97,8 +105,10 @@ def test_order(world: World) -> None:
     del bad["n"]
     assert outcome(World().decide(**bad)) == ("local", "no_target")
     assert outcome(world.decide(*header, **bad)) == ("refused", "not_allowed")
+    world.serve(("french",), ())
     world.open_all()
-    assert outcome(world.decide(**bad)) == ("local", "no_usable_prefill")
+    assert outcome(world.decide(model="french", **bad)) == ("local", "model")
+    assert outcome(world.decide(model="base", **bad)) == ("local", "no_usable_prefill")
     assert outcome(World(LISTED).decide(**bad)) == ("local", "short")
     bad["tokens"] = 256
     assert outcome(World(LISTED).decide(**bad)) == ("remote", "long")
@@ -407,3 +417,48 @@ def test_requests_that_a_connector_cannot_split(world: World) -> None:
 
 def test_a_store_needs_no_block_size(world: World) -> None:
     assert world.decide(connector="shared-storage", block_size=0).kind is Kind.REMOTE
+
+
+# -- models and adapters -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [Mode.ON, Mode.AUTO])
+@pytest.mark.parametrize("header", [(), (LISTED + b"," + ALLOWED,)])
+def test_an_adapter_is_prefilled_only_where_it_is(mode: Mode, header: tuple[bytes, ...]) -> None:
+    """Also where the header names others: its word counts for the order alone."""
+    world = World(LISTED, ALLOWED)
+    world.serve(("french", "german"), (), ("french",))
+    decision = world.decide(*header, mode=mode, model="french")
+    assert decision.kind is Kind.REMOTE
+    assert [one.label for one in decision.candidates] == [ALLOWED.decode()]
+    assert decision.adapter == "french"
+    assert decision.ordered is bool(header)
+    only_here = world.decide(*header, mode=mode, model="german")
+    assert outcome(only_here) == ("local", "model")
+    assert "german" in only_here.detail
+    assert not only_here.budgeted
+
+
+def test_an_adapter_that_decode_lacks_is_prefilled_nowhere(world: World) -> None:
+    world.serve((), ("french",))
+    decision = world.decide(LISTED, model="french")
+    assert outcome(decision) == ("local", "model")
+    assert "french" not in decision.detail
+    assert outcome(world.decide(model="nobodys")) == ("remote", "long")
+    assert outcome(world.decide(model="base")) == ("remote", "long")
+    assert outcome(world.decide()) == ("remote", "long")
+
+
+def test_usable_endpoints_without_the_adapter_do_not_help() -> None:
+    world = World(LISTED, ALLOWED)
+    world.serve(("french",), ("french",), ())
+    next(iter(world.endpoints)).breaker.failed(0.0, at_once=True)
+    decision = world.decide(model="french")
+    assert outcome(decision) == ("local", "no_usable_prefill")
+    assert decision.budgeted
+
+
+def test_as_long_as_nobody_has_told_models_mean_nothing(world: World) -> None:
+    assert outcome(world.decide(model="french")) == ("remote", "long")
+    world.serve(("french",))
+    assert outcome(world.decide(model="french")) == ("remote", "long")

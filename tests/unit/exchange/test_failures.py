@@ -9,7 +9,7 @@ import pytest
 
 import sidecar
 from sidecar.connectors.connector import Rejection
-from sidecar.decision.guards import Kind
+from sidecar.decision.guards import Decision, Kind
 from sidecar.edge import errors
 from sidecar.edge.encoding import Undecodable
 from sidecar.edge.encoding import decoded as without_encoding
@@ -62,6 +62,11 @@ def _checking(world: World) -> Play:
     return play << Check(play.handoff)
 
 
+def _prefilling_with_adapter(world: World) -> Play:
+    decision = Decision(Kind.REMOTE, "long", "", 40, (world.a, world.b), ordered=True, adapter="french")
+    return world.play(decision) >> start << Prefill(world.a)
+
+
 def _decoding(world: World) -> Play:
     return world.local() >> start << Decode(None) >> connected << None >> sent << None
 
@@ -80,6 +85,7 @@ PLAYS = {
     (Stage.PREFILL, "reset"): lambda w: _prefilling(w) >> fault("reset"),
     (Stage.PREFILL, "timeout"): lambda w: _prefilling(w) >> fault("timeout"),
     (Stage.PREFILL, "peer_silent"): lambda w: _prefilling(w) >> fault("peer_silent"),
+    (Stage.PREFILL, "no_adapter"): lambda w: _prefilling_with_adapter(w) >> prefilled(404, b"{}"),
     (Stage.PREFILL, "busy"): lambda w: _prefilling(w) >> prefilled(429, b"{}"),
     (Stage.PREFILL, "server_error"): lambda w: _prefilling(w) >> prefilled(500, b"{}"),
     (Stage.PREFILL, "unexpected"): lambda w: _prefilling(w) >> prefilled(302, b""),
@@ -220,7 +226,7 @@ def _check(row: Row, command: Command | None, play: Play, *, recompute: bool) ->
             assert exchange.reason == (row.fault if row.stage is Stage.READING else row.reason)
         case Then.RELAY:
             assert command == RELAY
-        case Then.NEXT:
+        case Then.NEXT | Then.NEXT_OR_HERE:
             assert command == Prefill(world.b)
         case Then.POLICY if recompute:
             assert command == Decode(None)
@@ -262,6 +268,20 @@ def test_the_next_endpoint_failing_likewise_brings_the_policy(row: Row, recomput
         assert command.row is row
     assert play.exchange.reason == row.reason
     assert play
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "fail"])
+def test_an_adapter_that_no_endpoint_has_after_all(recompute: bool) -> None:
+    """Whatever the policy, without its budget: nothing has failed. No endpoint is blamed, each is known for it."""
+    world = World(recompute=recompute)
+    play = _prefilling_with_adapter(world) >> prefilled(404, b"{}") << Prefill(world.b)
+    assert play >> prefilled(404, b"{}") << Decode(None)
+    assert (play.exchange.what, play.exchange.reason, play.exchange.fell_back) == (Kind.LOCAL, "model", None)
+    assert world.budget.in_flight == 0
+    assert world.outcomes == ["no_adapter", "no_adapter"]
+    for endpoint in (world.a, world.b):
+        assert endpoint.breaker.state is State.CLOSED
+        assert endpoint.models.has_refused("french", world.clock)
 
 
 READING = [row for row in ROWS if row.stage is Stage.READING and (row.stage, row.fault) not in PLAYS]

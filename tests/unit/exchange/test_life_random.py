@@ -107,7 +107,7 @@ class Told:
             body = BODIES[self.choose(len(BODIES))](host)
             self.became(self.exchange.prefill_answered(200, body, self.world.clock, self.choose(2) * 16))
         elif what == "status":
-            status = self.pick(302, 400, 401, 422, 429, 500, 503)
+            status = self.pick(302, 400, 401, 404, 422, 429, 500, 503)
             assert isinstance(status, int)
             self.became(self.exchange.prefill_answered(status, b"{}", self.world.clock, 16))
         else:
@@ -171,7 +171,9 @@ def _decision(world: World, choose: Callable[[int], int]) -> Decision:
     if kind == 2:
         return Decision(Kind.REFUSED, "not_allowed")
     candidates = [(world.a,), (world.a, world.b), (world.c, world.a, world.b)][choose(3)]
-    return Decision(Kind.REMOTE, "long", "", choose(100), candidates, ordered=choose(2) == 1)
+    return Decision(
+        Kind.REMOTE, "long", "", choose(100), candidates, ordered=choose(2) == 1, adapter="french" * choose(2)
+    )
 
 
 def _check_now(world: World, running: list[Told]) -> None:

@@ -12,6 +12,7 @@ from sidecar.prefill.endpoints import (
     Endpoint,
     NotAllowed,
 )
+from sidecar.prefill.slots import Slots
 from tests.unit.prefill.world import Known
 
 # -- candidates ------------------------------------------------------------------------------------------------
@@ -88,6 +89,72 @@ def test_refusal_of_a_long_list_is_short() -> None:
         world.candidates([b",".join(b"host-%d.example.com:8000" % n for n in range(64))])
     assert "host-0.example.com:8000" in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+# -- adapters ------------------------------------------------------------------------------------------------
+
+
+def holding(world: Known, *held: str) -> None:
+    """Each endpoint has one slot, with this adapter in it ("": it is free)."""
+    for endpoint, adapter in zip(world.configured, held, strict=True):
+        endpoint.slots, endpoint.slots_until = Slots(1, frozenset({adapter} - {""})), 100.0
+
+
+def picks(world: Known, conversation: int = 0, tokens: int = 100) -> set[str]:
+    found = set()
+    for _ in range(100):
+        one = world.choose(
+            world.configured,
+            [],
+            ordered=False,
+            may_repeat=False,
+            conversation=conversation,
+            tokens=tokens,
+            adapter="french",
+        )
+        assert one is not None
+        found.add(one.label)
+    return found
+
+
+@pytest.mark.parametrize("conversation", [0, 12345])
+def test_an_adapter_goes_where_it_pushes_no_other_out(conversation: int) -> None:
+    world = Known("a:1", "b:1", "c:1", "d:1")
+    holding(world, "german", "french", "", "german")
+    found = picks(world, conversation)
+    assert found <= {"b:1", "c:1"}
+    assert len(found) == (1 if conversation else 2), "a conversation stays where it is"
+
+
+def test_no_adapter_is_worth_a_longer_wait_than_its_prompt() -> None:
+    world = Known("a:1", "b:1")
+    holding(world, "german", "french")
+    world.begin(world.configured[1], 100)
+    assert picks(world, tokens=100) == {"b:1"}
+    world.begin(world.configured[1], 1)
+    assert picks(world, tokens=100) == {"a:1"}
+
+
+def test_where_no_endpoint_has_place_all_are_alike() -> None:
+    world = Known("a:1", "b:1")
+    holding(world, "german", "dutch")
+    assert picks(world) == {"a:1", "b:1"}
+
+
+def test_old_slots_and_unknown_ones_are_places() -> None:
+    world = Known("a:1", "b:1", "c:1")
+    holding(world, "german", "dutch", "polish")
+    world.configured[0].slots = None
+    assert picks(world) == {"a:1"}
+    world.clock = 100.0
+    assert picks(world) == {"a:1", "b:1", "c:1"}
+
+
+def test_an_endpoint_with_the_adapter_that_may_not_be_used() -> None:
+    world = Known("a:1", "b:1")
+    holding(world, "german", "french")
+    world.broken(world.configured[1])
+    assert picks(world) == {"a:1"}
 
 
 # -- the choice ------------------------------------------------------------------------------------------------

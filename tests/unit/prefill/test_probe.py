@@ -9,6 +9,8 @@ import pytest
 from sidecar.connectors.connector import EngineFacts
 from sidecar.decision.signals import Load
 from sidecar.prefill.probe import EngineProbe, parse_facts
+from sidecar.prefill.served import Served
+from sidecar.prefill.slots import Slots
 from tests.unit import clock
 
 LINE = (
@@ -51,12 +53,21 @@ class Engine:
         self.body = body
         self.error = error
         self.urls: list[str] = []
+        self.headers: dict[str, str] | None = None
         self.content = self
 
-    def get(self, url: str, *, timeout: aiohttp.ClientTimeout, allow_redirects: bool) -> Self:
+    def get(
+        self,
+        url: str,
+        *,
+        timeout: aiohttp.ClientTimeout,
+        allow_redirects: bool,
+        headers: dict[str, str] | None = None,
+    ) -> Self:
         assert timeout.total == 2.5
         assert not allow_redirects, "an engine may not send us elsewhere"
         self.urls.append(url)
+        self.headers = headers
         return self
 
     async def iter_any(self) -> AsyncIterator[bytes]:
@@ -126,3 +137,38 @@ def test_metrics_that_come_in_pieces() -> None:
 def test_endless_metrics() -> None:
     """What lies beyond 8 MiB is not read."""
     assert ask(Engine(body=b"x 1\n" * (3 << 20) + LINE.encode()), "facts") == EngineFacts()
+
+
+# -- models and adapters -----------------------------------------------------------------------------------------
+
+MODELS = b'{"object":"list","data":[{"id":"base","parent":null},{"id":"french","parent":"base"}]}'
+SLOTS = b'vllm:lora_requests_info{max_lora="1",running_lora_adapters="french",waiting_lora_adapters=""} 1.0\n'
+
+
+@pytest.mark.parametrize("status", [200, 401, 404, 500, 302])
+def test_models_and_slots_over_http(status: int) -> None:
+    engine = Engine(status, MODELS)
+    served = Served(frozenset({"base"}), frozenset({"french"}))
+    assert ask(engine, "served") == (served if status == 200 else None)
+    assert engine.urls == ["http://[fd00::1]:8000/v1/models"]
+    assert engine.headers == {"connection": "close"}, "it would be idle until the engine closes it"
+    engine = Engine(status, SLOTS)
+    assert ask(engine, "slots") == (Slots(1, frozenset({"french"})) if status == 200 else None)
+    assert engine.urls == ["http://[fd00::1]:8000/metrics/?name[]=vllm:lora_requests_info"]
+
+
+@pytest.mark.parametrize(("status", "loads"), [(404, False), (405, True), (401, True), (200, True), (500, True)])
+def test_whether_an_engine_may_load_by_name(status: int, loads: bool) -> None:
+    assert ask(Engine(status), "loads_adapters") is loads
+
+
+@pytest.mark.parametrize("hint", ERRORS)
+def test_engines_that_do_not_answer_tell_nothing_of_models(hint: str) -> None:
+    assert ask(Engine(error=ERRORS[hint]), "served") is None
+    assert ask(Engine(error=ERRORS[hint]), "slots") is None
+    assert ask(Engine(error=ERRORS[hint]), "loads_adapters") is True
+
+
+def test_endless_lists() -> None:
+    assert ask(Engine(body=MODELS + b" " * (5 << 20)), "served") is None
+    assert ask(Engine(body=SLOTS + b"x 1\n" * (1 << 18)), "slots") is None

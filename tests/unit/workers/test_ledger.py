@@ -14,6 +14,8 @@ import pytest
 
 from sidecar.prefill.address import Address, AllowList
 from sidecar.prefill.breaker import ANOTHERS, State
+from sidecar.prefill.served import Served
+from sidecar.prefill.slots import Slots
 from sidecar.workers import messages
 from sidecar.workers.ledger import LINGER_S, HubEndpoints, Ledger
 from sidecar.workers.messages import Place
@@ -59,6 +61,8 @@ class Side:
                 self.replica.told_no_kv(news)
             case messages.Elsewhere() as news:
                 self.replica.told_elsewhere(news)
+            case messages.Models() as news:
+                self.replica.told_models_of(news)
             case messages.Discovered() as news:
                 self.replica.discovered({Address(one.host, one.port): usable for one, usable in news.members})
 
@@ -323,3 +327,17 @@ def test_endpoint_that_leaves_stays_for_who_uses_it() -> None:
     side.tell_use()
     world.settle()
     assert world.endpoints.at(COMING) is None
+
+
+def test_workers_know_which_adapters_an_endpoint_has() -> None:
+    """Also what has no end: slots that nobody has told of."""
+    world = World()
+    served, slots = Served(frozenset({"base"}), frozenset({"french"}), loads=False), Slots(1, frozenset({"german"}))
+    for place, held, until in ((PLACES[0], slots, 200.0), (PLACES[1], None, float("-inf")), (COMING, slots, 1.0)):
+        for number in world.sides:
+            world._send(number, messages.Models(place, served, 200.0, held, until))
+    world.settle()
+    for side in world.sides.values():
+        assert side.replica.adapters == {"french"}
+        assert [side.at(place).models.fresh(world.clock) for place in PLACES] == [served, served]
+        assert [side.at(place).has_place("french", world.clock) for place in PLACES] == [False, True]
