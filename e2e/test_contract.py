@@ -6,12 +6,17 @@ what has to change there.
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from e2e.adapters import make_adapter
+from e2e.install import engine_python
+from e2e.models import model_path
 from e2e.rig import Rig
-from tests.engine import contract, harms, record
+from tests.engine import contract, harms, loras, record
 
 Policy = Literal["recompute", "fail"]
 
@@ -63,6 +68,16 @@ def _releases() -> dict[str, Any]:
         return harms.releases(_Pair(rig))
 
 
+def _loras() -> dict[str, Any]:
+    model = model_path("tiny", engine_python())
+    with tempfile.TemporaryDirectory() as folder:
+        a, b = (make_adapter(Path(folder) / name, model, seed) for seed, name in enumerate("ab"))
+        flags = "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", f"a={a}"
+        environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        with Rig("tiny", prefill=0, decode=1, extra_flags=flags, extra_env=environment) as rig:
+            return loras.loras(rig.decode[0].url, str(b))
+
+
 def _assert_as_recorded(section: str, found: dict[str, Any]) -> None:
     recorded = {name: kept for name, kept in record.load()[section].items() if name in found}
     lines = record.difference(recorded, record.plain(found))
@@ -87,6 +102,10 @@ def test_real_prefill_engines_free_blocks_as_recorded() -> None:
     _assert_as_recorded("releases", _releases())
 
 
+def test_adapters_of_real_engines_are_as_recorded() -> None:
+    _assert_as_recorded("loras", _loras())
+
+
 if __name__ == "__main__":
     record.save(
         {
@@ -95,5 +114,6 @@ if __name__ == "__main__":
             "hazards": _hazards(thorough=True),
             "deaths": _deaths(),
             "releases": _releases(),
+            "loras": _loras(),
         }
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engine import ThreadedEngine, contract, harms, record
+from tests.engine import ThreadedEngine, contract, harms, loras, record
 
 if TYPE_CHECKING:
     from tests.unit.engine.conftest import Start
@@ -32,6 +32,11 @@ def test_answers_are_those_of_real_engines(start: Start, policy: str) -> None:
     prefill = start(**AS_RECORDED, kv_load_failure_policy=policy)
     decode = start(**AS_RECORDED, kv_load_failure_policy=policy)
     assert not _lines(policy, contract.contract(prefill.url, decode.url, model="tiny"))
+
+
+def test_adapters_are_those_of_real_engines(start: Start) -> None:
+    engine = start(**AS_RECORDED, loras=["a"], max_loras=2, runtime_loras=True, lora_files=["/adapters/b"])
+    assert not _lines("loras", loras.loras(engine.url, "/adapters/b"))
 
 
 class _Pair:
