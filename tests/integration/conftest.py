@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engine import ThreadedEngine
+from tests.integration.crew import Crew
 from tests.integration.sidecar import Descriptors, Rig, Sidecar
 from tests.ports import free_ports
 
@@ -158,3 +159,23 @@ def rigged(shelf: Shelf) -> Iterator[Callable[..., Rig]]:
 def rig(rigged: Callable[..., Rig]) -> Rig:
     """The usual rig: disaggregation on, recompute on failure."""
     return rigged()
+
+
+@pytest.fixture
+def crew() -> Iterator[Callable[..., Crew]]:
+    """`crew(*flags)`: two workers between two engines; ended with SIGTERM and looked at, unless it has ended."""
+    with ExitStack() as stack:
+
+        def make(*flags: str, **options: Any) -> Crew:
+            prefill = stack.enter_context(ThreadedEngine())
+            decode = stack.enter_context(ThreadedEngine(port=free_ports(8), side_channel_port=free_ports(8)))
+            sidecar = Sidecar(
+                *("--workers", "2", "--model-server-port", str(decode.port)),
+                *("--local-side-channel", f"127.0.0.1:{decode.side_channel_port}"),
+                *("--disagg", "on", "--prefill-allow", "127.0.0.0/8", "--recompute-max-concurrent", "100", *flags),
+                **options,
+            )
+            stack.callback(sidecar.stop)
+            return Crew(sidecar, prefill, decode)
+
+        yield make
