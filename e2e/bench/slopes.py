@@ -26,7 +26,7 @@ WAITED = 0.1
 BUSY = "the machine was busy"
 
 KEPT_REASONS = (
-    *("disabled", "path", "shape", "no_target", "no_usable_prefill", "incompatible", "short", "cached"),
+    *("disabled", "path", "shape", "no_target", "model", "no_usable_prefill", "incompatible", "short", "cached"),
     *("prefill_busy", "decode_idle", "cost"),
 )
 """Why a prompt stays here (decision/guards.py, cost.py); tests/unit/bench holds these against the code."""
