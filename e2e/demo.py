@@ -6,6 +6,7 @@ exit code 0 only if remote prefills really moved KV and changed no text. Standar
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.client
 import json
@@ -413,6 +414,7 @@ def demo(*, once: bool) -> int:
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="python -m e2e.demo", description="As `make demo`: see there.").parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
