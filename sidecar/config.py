@@ -157,18 +157,20 @@ def _from_environ(environ: Mapping[str, str], mistakes: list[str]) -> _Given:
         if _SERVICE_LINK.fullmatch(variable) or (variable.endswith("_PORT") and _SERVICE_LINK_VALUE.match(value)):
             continue
         if field is None:
-            mistakes.append(f"environment {variable}: unknown setting{_meant(variable[len(ENV_PREFIX) :])}")
+            meant = _meant(variable[len(ENV_PREFIX) :], lambda name: ENV_PREFIX + name.upper().replace("-", "_"))
+            mistakes.append(f"environment {variable}: unknown setting{meant}")
             continue
         typed: Any = [part for part in re.split(r"[,\s]+", value) if part] if field.is_list else value
         given[field.name] = (f"environment {variable}", typed)
     return given
 
 
-def _meant(name: str) -> str:
+def _meant(name: str, written: Callable[[str], str] = str) -> str:
+    """`written`: how the name of a setting is written where this one was found."""
     import difflib
 
     close = difflib.get_close_matches(name.lower().replace("_", "-"), _BY_NAME, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {written(close[0])!r}?" if close else ""
 
 
 def _typed(given: _Given, mistakes: list[str]) -> Settings | None:

@@ -145,7 +145,7 @@ class Serving:
         try:
             await server.listen()
         except OSError as error:
-            raise OSError(error.errno, f"port {settings.port + rank}: {error.strerror or error}") from None
+            raise OSError(error.errno, f"--port {settings.port + rank}: {error.strerror or error}") from None
 
     def _make_rules(self, rank: int, engine: EnginePool, index: PrefixLookup | None) -> Rules:
         elsewhere = self._shared.busy_elsewhere

@@ -45,6 +45,7 @@ def _record(endpoint: Endpoint, standing: Standing | None, detail: str) -> dict[
         "sources": [source for source, is_one in sources.items() if is_one],
         "breaker": endpoint.breaker.state.name.lower(),
         "blocked": endpoint.blocked,
+        "block_size": endpoint.facts.block_size,
         "in_flight": endpoint.in_flight,
         "users": endpoint.users,
     }

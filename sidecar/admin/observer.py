@@ -256,7 +256,7 @@ class Observer:
         if decision.reason == "no_usable_prefill":
             why = decision.detail
             self._limited.warning(
-                f"no usable prefill: {why}", "no usable prefill, prompts are computed here: %s", why
+                f"no usable prefill: {why}", "no usable prefill, so what --on-prefill-failure says: %s", why
             )
         elif decision.reason == "model":  # perhaps meant so: said once an hour, not all the time
             self._limited.warning(f"model: {decision.detail}", "%s", decision.detail, again_after_s=3600.0)

@@ -76,6 +76,9 @@ class Decision(msgspec.Struct, frozen=True):
     """Of the rule, where no guard had decided."""
 
 
+NAMED_MAX = 3
+"""Of many endpoints that can't be used, those that the log and the client's error name."""
+
 DISABLED = Decision(Kind.LOCAL, "disabled")
 PATH = Decision(Kind.LOCAL, "path")
 NO_TARGET = Decision(Kind.LOCAL, "no_target")
@@ -83,7 +86,7 @@ NO_TARGET = Decision(Kind.LOCAL, "no_target")
 
 def _unusable(candidates: Sequence[Endpoint], tokens: int, is_short: bool, why: str = "") -> Decision:
     """None of the candidates can be used. A pair that never fitted is no fallback."""
-    why = why or ", ".join(sorted({endpoint.blocked or "breaker open" for endpoint in candidates}))
+    why = why or ", ".join([f"{one.label}: {one.blocked or 'breaker open'}" for one in candidates[:NAMED_MAX]])
     if all(endpoint.blocked == "incompatible" for endpoint in candidates):
         return Decision(Kind.LOCAL, "incompatible", estimated_tokens=tokens)
     return Decision(Kind.LOCAL, "no_usable_prefill", why, tokens, budgeted=not is_short)
@@ -135,7 +138,8 @@ def decide(
     candidates = of_rank
     if connector.hands_off and not block_size and not any(endpoint.facts.block_size for endpoint in candidates):
         # Every handoff would be refused as unverifiable, each prompt computed twice.
-        why = "the block size is unknown: neither engine's /metrics tells it"
+        asked = ", ".join(["the decode engine", *[one.label for one in candidates[:NAMED_MAX]]])
+        why = f"no block size is known: /metrics tells none at {asked}; are they up, and vLLM?"
         return Decision(Kind.LOCAL, "no_usable_prefill", why, tokens, budgeted=not is_short)
     decision = Decision(
         Kind.REMOTE,

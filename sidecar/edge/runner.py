@@ -105,7 +105,7 @@ class Runner:
         request = self.request
         service = self.service.named_by(request.read.get(b"x-data-parallel-host-port", []))
         if service is None:
-            self._refuse(_UNKNOWN_RANK, f"of {len(self.service.by_port)}")
+            self._refuse(_UNKNOWN_RANK, f"they are {', '.join(map(str, self.service.by_port))}")
             return
         self.service = service
         settings = service.settings

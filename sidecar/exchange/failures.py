@@ -120,7 +120,7 @@ ROWS: tuple[Row, ...] = (
     Row(_P, "unexpected", Then.NEXT, 502, "the prefill endpoint answered with another status", blames=True),
     Row(_P, "garbage", Then.POLICY, 502, "the prefill endpoint's answer is not valid HTTP", blames=True),
     Row(_P, "too_large", Then.POLICY, 502, "the prefill answer is larger than --max-body-bytes", blames=True),
-    Row(_P, "none_usable", Then.POLICY, 503, "every prefill endpoint's breaker is open", retry_after_s=1),
+    Row(_P, "none_usable", Then.POLICY, 503, "no prefill endpoint can be used", retry_after_s=1),
     Row(_P, "client_left", Then.CLOSE, 0, "the client left while its prompt was prefilled"),
     # -- handoff: the prefill endpoint answered 200; decode has not been asked --
     Row(

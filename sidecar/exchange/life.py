@@ -189,7 +189,7 @@ class Exchange:
             return self._next_prefill() or self.fault("none_usable")
         if decision.budgeted:
             self.stage = Stage.PREFILL
-            return self._policy(TABLE[Stage.PREFILL, "none_usable"], decision.reason)
+            return self._policy(TABLE[Stage.PREFILL, "none_usable"], decision.reason, decision.detail)
         self.stage = Stage.DECODE
         return Decode(None)
 

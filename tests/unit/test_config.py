@@ -255,8 +255,8 @@ def test_ports_in_the_environment_are_read_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "hint"),
     [
-        ("PD_SIDECAR_PROT", "1", "did you mean 'port'"),
-        ("PD_SIDECAR_METRIC_PORT", "9091", "did you mean 'metrics-port'"),
+        ("PD_SIDECAR_PROT", "1", "did you mean 'PD_SIDECAR_PORT'"),
+        ("PD_SIDECAR_METRIC_PORT", "9091", "did you mean 'PD_SIDECAR_METRICS_PORT'"),
         ("PD_SIDECAR_PORT", "", "''"),
         ("PD_SIDECAR_PORT", "http://x", "'http://x'"),
         ("PD_SIDECAR_DISAGG", "ON", "'ON'"),

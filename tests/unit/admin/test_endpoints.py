@@ -52,6 +52,7 @@ def test_without_discovery() -> None:
                 "sources": ["prefill"],
                 "breaker": "closed",
                 "blocked": "",
+                "block_size": 0,
                 "in_flight": 0,
                 "users": 0,
             }
@@ -101,6 +102,7 @@ def test_every_kind() -> None:
         "detail": "pod prefill-0",
         "breaker": "open",
         "blocked": "incompatible",
+        "block_size": 0,
         "in_flight": 0,
         "users": 0,
     }

@@ -186,7 +186,9 @@ def test_one_usable_endpoint_is_enough() -> None:
     world = World(LISTED, b"10.0.0.6:8000")
     next(iter(world.endpoints)).breaker.failed(0.0, at_once=True)
     assert outcome(world.decide()) == ("remote", "long")
-    assert outcome(world.decide(LISTED)) == ("local", "no_usable_prefill"), "the header's word counts"
+    decision = world.decide(LISTED)
+    assert outcome(decision) == ("local", "no_usable_prefill"), "the header's word counts"
+    assert decision.detail == "10.0.0.5:8000: breaker open", "whoever reads the log looks there"
 
 
 def test_a_rank_that_brings_nothing_is_not_asked_and_the_others_are(world: World) -> None:

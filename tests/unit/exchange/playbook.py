@@ -147,7 +147,7 @@ class World:
 
     def budgeted(self, tokens: int = 40) -> "Play":
         """A long prompt for which no prefill endpoint is usable."""
-        return self.play(Decision(Kind.LOCAL, "no_usable_prefill", "", tokens, budgeted=True))
+        return self.play(Decision(Kind.LOCAL, "no_usable_prefill", "a: breaker open", tokens, budgeted=True))
 
     def refused(self, reason: str, detail: str = "10.9.9.9:80") -> "Play":
         return self.play(Decision(Kind.REFUSED, reason, detail))

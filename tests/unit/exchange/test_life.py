@@ -207,14 +207,14 @@ def test_long_prompt_without_any_usable_endpoint_counts_as_a_recompute() -> None
     first = (world.budgeted() >> start << LOCAL).open()
     assert world.budget.in_flight == 1
     assert first.exchange.summary() == "local; reason=no_usable_prefill"
-    second = world.budgeted() >> start << Answer(TABLE[Stage.DECODE, "over_budget"])
+    second = world.budgeted() >> start << Answer(TABLE[Stage.DECODE, "over_budget"], "a: breaker open")
     second.open().exchange.close()
     assert first
 
 
 def test_long_prompt_without_any_usable_endpoint_under_policy_fail() -> None:
     world = World(recompute=False)
-    play = world.budgeted() >> start << Answer
+    play = world.budgeted() >> start << Answer(TABLE[Stage.PREFILL, "none_usable"], "a: breaker open")
     assert play
     assert play.exchange.summary() == "refused; reason=prefill_none_usable"
 
