@@ -26,6 +26,8 @@ LOADS_EVERY_S = 300.0
 """Whether an engine loads by name is a matter of how it was started."""
 JITTER = 0.2
 """Part of a pause by which it may be longer: the sidecars of a fleet that start together do not ask together."""
+AT_ONCE = 64
+"""Endpoints that are asked at the same time: of a thousand that come together the others wait for the next look."""
 COUNTS_FOR = 3.0
 """Pauses until what an engine told counts no more."""
 
@@ -53,6 +55,7 @@ class AdapterKeeper:
         self._now = now
         self._told = told
         self._own_adapters: frozenset[str] = frozenset()
+        self._asking = 0
 
     async def run(self) -> None:
         """Asks whoever's turn it is, for ever."""
@@ -72,9 +75,13 @@ class AdapterKeeper:
         if not any(known.fresh(now) for _, known in self._own):
             return  # what endpoints tell could not be compared with anything
         for endpoint in self._endpoints:
+            if self._asking >= AT_ONCE:
+                return
             if now >= endpoint.models.ask_at:
                 endpoint.models.ask_at = now + _longer(self._pause(endpoint.models.served))
-                self._background.start(f"models of {endpoint.label}", self._ask(endpoint))
+                self._asking += 1
+                task = self._background.start(f"models of {endpoint.label}", self._ask(endpoint))
+                task.add_done_callback(self._asked)
 
     def _pause(self, served: Served | None) -> float:
         return EVERY_S if served is not None and served.adapters and self._own_adapters else RARELY_S
@@ -93,6 +100,9 @@ class AdapterKeeper:
                 if told is not None and not news <= told.adapters:
                     endpoint.models.ask_at = float("-inf")
         self.look()
+
+    def _asked(self, _task: "asyncio.Task[None]") -> None:
+        self._asking -= 1
 
     async def _ask(self, endpoint: Endpoint) -> None:
         probe = self._probe(endpoint)

@@ -4,6 +4,7 @@ import asyncio
 
 from sidecar.background import Background
 from sidecar.prefill.adapters import (
+    AT_ONCE,
     COUNTS_FOR,
     EVERY_S,
     JITTER,
@@ -46,13 +47,14 @@ class Engine:
 class World:
     """A decode engine and one prefill engine, a keeper and the clock."""
 
-    def __init__(self, decode: Engine, prefill: Engine) -> None:
+    def __init__(self, decode: Engine, prefill: Engine, endpoints: int = 1) -> None:
         self.clock = 1000.0
         self.decode, self.prefill = decode, prefill
         self.own = Told()
         self.wanted = True
         self.background = Background()
-        self.endpoints = Endpoints([Address("a", 1)], AllowList([]), lambda: self.clock)
+        addresses = [Address("a", n + 1) for n in range(endpoints)]
+        self.endpoints = Endpoints(addresses, AllowList([]), lambda: self.clock)
         self.keeper = AdapterKeeper(
             self.background,
             self.endpoints,
@@ -196,3 +198,18 @@ def test_an_endpoint_that_left_meanwhile_is_told_nothing() -> None:
     world.endpoint.forgotten = True
     run(world, RARELY_S * (1 + JITTER))
     assert world.endpoint.models.fresh(world.clock) is None
+
+
+def test_of_many_endpoints_some_are_asked_at_a_time_and_all_in_the_end() -> None:
+    async def main() -> None:
+        world.keeper.look()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        world.keeper.look()
+        assert len(world.background) <= AT_ONCE
+        await world.look_for(10)
+        assert all(one.models.fresh(world.clock) is not None for one in world.endpoints)
+        assert world.prefill.count("models") == len(world.endpoints.configured)
+
+    world = World(Engine(), Engine(), endpoints=3 * AT_ONCE)
+    asyncio.run(main())
