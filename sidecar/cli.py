@@ -52,18 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         mistakes = [problem] if (problem := tls.problem(settings)) else []
     except config.BadSettings as error:
         mistakes = error.mistakes
+    if command_name == "check-config":
+        for note in notes:  # also where something is wrong: they are about other flags
+            print(f"pd-sidecar: warning: {note}", file=sys.stderr)  # noqa: T201
     if mistakes:
         for mistake in mistakes:
             print(f"pd-sidecar: {mistake}", file=sys.stderr)  # noqa: T201
         return 2
-    notes += config.doubts(settings)
+    doubts = config.doubts(settings)
     if command_name == "check-config":
-        for note in notes:
-            print(f"pd-sidecar: warning: {note}", file=sys.stderr)  # noqa: T201
+        for doubt in doubts:
+            print(f"pd-sidecar: warning: {doubt}", file=sys.stderr)  # noqa: T201
         sys.stdout.write(yaml.safe_dump(config.shown(settings), sort_keys=False))
         return 0
     log.configure(settings.log_format, settings.log_level)
-    for note in notes:
+    for note in (*notes, *doubts):
         _log.warning("%s", note)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, path, flags))

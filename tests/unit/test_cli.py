@@ -135,6 +135,15 @@ def test_manifest_of_the_sidecar_that_this_one_replaces(capsys: pytest.CaptureFi
     assert (effective["model-server-port"], effective["prefill-attempts"]) == (8200, 2)
     (warning,) = shown.err.splitlines()
     assert "--prefill-allow" in warning, "the one line that has to be added"
+
+
+def test_what_flags_mean_is_said_where_another_one_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-config", "--zap-encoder", "json", "--port", "99999"]) == 2
+    shown = capsys.readouterr()
+    note, mistake = shown.err.splitlines()
+    assert "warning: --zap-encoder" in note
+    assert "--port" in mistake
+    assert not shown.out
     assert main(["check-config", *MANIFEST, "--prefill-allow=10.0.0.0/8"]) == 0
     assert capsys.readouterr().err == ""
 
