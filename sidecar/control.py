@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
@@ -43,7 +44,7 @@ from transport.side_channels import SideChannels
 _log = logging.getLogger("sidecar")
 
 
-class Control:
+class Control(ABC):
     """The parts that exist once, put together, started and ended. Made on the running loop."""
 
     def __init__(self, settings: Settings, flags: Sequence[str], budget: Recomputes) -> None:
@@ -290,21 +291,23 @@ class Control:
 
     def _endpoint_changed(self, endpoint: Endpoint) -> None:
         """Its side channel or its metrics have told something."""
+        return
 
     def _models_told(self, who: Endpoint | int) -> None:
         """An endpoint, or a rank of the decode engine, has told which models it serves."""
+        return
 
+    @abstractmethod
     def _shown(self, health: Health) -> tuple[Observed, Readiness, Callable[[bool], Awaitable[None]]]:
         """What the admin port shows: of the requests and of readiness, and what is to be awaited before."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _serve(self, probes: Sequence[EngineProbe]) -> None:
         """Opens the serving ports. Raises `OSError` if one cannot be had."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _drain(self) -> None:
         """Returns when no answer is open, or after `--drain-timeout`."""
-        raise NotImplementedError
 
 
 def _local_side_channel(settings: Settings) -> SideChannel:

@@ -7,25 +7,19 @@ import argparse
 import asyncio
 import dataclasses
 import datetime
-import http.client
 import json
 import os
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from e2e import machine
-from e2e.bench.proxies import NotReadyError
 from e2e.decide import report
 from e2e.decide.ways import LEAST_TOKENS, MAIN, MIXED, SIDE, WARM_UP, WAYS
-from e2e.engines import HOST, RigError
-from e2e.install import InstallError
-from e2e.latency.__main__ import compact
-from e2e.latency.driver import LoadError
-from e2e.latency.measure import BLOCK_SIZE, DTYPE, UCX_TLS, Cores, Result, Sample, Stage
-from e2e.models import ModelError
+from e2e.engines import HOST
+from e2e.latency.measure import BLOCK_SIZE, DTYPE, UCX_TLS, Cores, Result, Stage, run_rounds
+from e2e.latency.publish import end_what_was_started, publish
 from e2e.rounds import turns
 from tests.ports import free_ports
 
@@ -68,19 +62,8 @@ async def _measure(stage: Stage, flags: argparse.Namespace) -> Result:
     result = Result(MIXED.name)
     _say("`auto` learns what both ways cost")
     await stage.sample(WARM_UP, WAYS["auto"], 0)
-    for number, order in enumerate(plan(flags.mode, flags.rounds)):
-        samples: dict[str, Sample] = {}
-        for name in order:
-            _say(f"round {number + 1} of {flags.rounds}, {name}")
-            try:
-                samples[name] = await stage.sample(MIXED, WAYS[name], seed=flags.first_seed + number)
-            except (LoadError, RigError, OSError, http.client.HTTPException) as error:
-                result.failed[name] = str(error) or repr(error)
-                _say(f"  {name}: {result.failed[name]}")
-            else:
-                if samples[name].trouble:
-                    _say(f"  {name}: {samples[name].trouble}")
-        result.rounds.append(samples)
+    orders = [[WAYS[name] for name in order] for order in plan(flags.mode, flags.rounds)]
+    await run_rounds(stage, MIXED, orders, range(flags.first_seed, flags.first_seed + flags.rounds), result, _say)
     return result
 
 
@@ -132,27 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
     """0 unless it could not run at all: whether what must be shown holds is said in the report."""
     flags = _flags(arguments)
     folder = _DOCS if flags.write else flags.output or _ROOT / "build" / "decide"
-    try:
-        document = json.loads(flags.source.read_text()) if flags.source else measure(flags)
-    except (InstallError, ModelError, RigError, NotReadyError, LoadError) as error:
-        _say(str(error))
-        return 1
-    except KeyboardInterrupt:  # everything that was started has been ended on the way here
-        return 130
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = report.plots(document)
-    text = report.markdown(document, list(drawn))
-    for file, svg in drawn.items():
-        (folder / file).write_text(svg)
-    (folder / "decide.md").write_text(text)
-    (folder / "decide.json").write_text(compact(document))
-    print(text)
-    _say(f"report, samples and plots in {folder}")
-    return 0
+    return publish("decide", folder, lambda: measure(flags), flags.source, report.plots, report.markdown, _say)
 
 
 if __name__ == "__main__":
-    # Ended like this, too, it ends what it started; a shell's `&` would have it ignore a Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_what_was_started()
     sys.exit(main())

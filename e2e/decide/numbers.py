@@ -5,10 +5,9 @@ anything was measured or is shown.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from e2e.latency.numbers import Round, gaps_ms, percentile
+from e2e.latency.numbers import Round, Verdict, gaps_ms, percentile
 from e2e.rounds import Spread
 
 GAP_LIMIT = 1.3
@@ -65,29 +64,6 @@ def local_share(rounds: Sequence[Round], mode: str, kind: str = "") -> float | N
     return sum(decided) / len(decided) if decided else None
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """One thing that must be shown, and whether it was."""
-
-    what: str
-    limit: float
-    measured: Spread | None
-    rounds: int
-    trouble: str = ""
-    """Why the measurement does not show what it should."""
-
-    @property
-    def holds(self) -> bool | None:
-        """None where nothing was measured."""
-        return None if self.measured is None else not self.trouble and self.measured.median <= self.limit
-
-    @property
-    def word(self) -> str:
-        if self.holds is None:
-            return "not measured"
-        return "holds" if self.holds else "**DOES NOT HOLD**" + (f": {self.trouble}" if self.trouble else "")
-
-
 PROMISED = ((GAP, 99, GAP_LIMIT), (TTFT, 50, 1.0), (TTFT, 99, 1.0))
 """(what, percentile, limit) of `auto` to `remote`."""
 COMPARED = ((TTFT, 50), (TTFT, 99), (GAP, 99))
@@ -102,6 +78,7 @@ def verdicts(rounds: Sequence[Round]) -> list[Verdict]:
         Verdict(
             f"p{percent} {TITLES[name]}, auto ÷ always remote",
             limit,
+            "",
             ratio(rounds, "auto", "remote", name, percent),
             len(both),
             next(filter(None, troubles), ""),

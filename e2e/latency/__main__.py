@@ -6,23 +6,19 @@ import argparse
 import asyncio
 import dataclasses
 import datetime
-import json
 import os
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from e2e import machine
 from e2e.bench.install import install, versions
-from e2e.bench.proxies import NotReadyError
 from e2e.engines import RigError
-from e2e.install import InstallError
 from e2e.latency import report
 from e2e.latency.measure import BLOCK_SIZE, DTYPE, ROUTER, UCX_TLS, Cores, Result, Stage, run_scenario
+from e2e.latency.publish import end_what_was_started, publish
 from e2e.latency.scenarios import MODES, SCENARIOS
-from e2e.models import ModelError
 
 _ROOT = Path(__file__).parents[2]
 _DOCS = _ROOT / "docs" / "latency"
@@ -126,45 +122,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name:14} {mode.title}")
         return 0
     folder = _DOCS if flags.write else flags.output or _ROOT / "build" / "latency"
-    try:
-        document = json.loads(flags.source.read_text()) if flags.source else measure(flags)
-    except (InstallError, ModelError, RigError, NotReadyError) as error:
-        _say(str(error))
-        return 1
-    except KeyboardInterrupt:  # everything that was started has been ended on the way here
-        return 130
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = report.plots(document)
-    text = report.markdown(document, list(drawn))
-    for file, svg in drawn.items():
-        (folder / file).write_text(svg)
-    (folder / "latency.md").write_text(text)
-    (folder / "latency.json").write_text(compact(document))
-    print(text)
-    _say(f"report, samples and plots in {folder}")
-    return 0
-
-
-def compact(document: dict[str, Any]) -> str:
-    """JSON with one line for each request: readable in a diff, and not a line for each token."""
-    requests: list[str] = []
-
-    def shortened(value: Any) -> Any:
-        if isinstance(value, dict):
-            if "token_ms" in value:
-                requests.append(json.dumps(value, ensure_ascii=False))
-                return f"@@{len(requests) - 1}@@"
-            return {key: shortened(inner) for key, inner in value.items()}
-        return [shortened(inner) for inner in value] if isinstance(value, list) else value
-
-    text = json.dumps(shortened(document), indent=1, ensure_ascii=False)
-    for number, line in enumerate(requests):
-        text = text.replace(f'"@@{number}@@"', line, 1)
-    return text + "\n"
+    return publish("latency", folder, lambda: measure(flags), flags.source, report.plots, report.markdown, _say)
 
 
 if __name__ == "__main__":
-    # Ended like this, too, it ends what it started; a shell's `&` would have it ignore a Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_what_was_started()
     sys.exit(main())

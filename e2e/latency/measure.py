@@ -467,20 +467,34 @@ def _counts(values: list[str]) -> str:
 async def run_scenario(
     stage: Stage, scenario: Scenario, names: list[str], rounds: int, say: Callable[[str], None]
 ) -> Result:
-    """All rounds of a scenario. A way that can't do it has its reason in `failed`; nothing is dropped silently."""
+    """All rounds of a scenario. A way that did not come up has its reason in `failed`."""
     result = Result(scenario.name, failed={name: stage.failed[name] for name in names if name in stage.failed})
-    names = [name for name in names if name not in stage.failed]
-    for number, order in enumerate(turns(names, rounds)):
-        samples: dict[str, Sample] = {}
-        for name in order:
-            say(f"{scenario.name}, round {number + 1} of {rounds}, {name}")
-            try:
-                samples[name] = await stage.sample(scenario, MODES[name], seed=number * 1000)
-            except (LoadError, RigError, OSError, http.client.HTTPException) as error:
-                result.failed[name] = str(error) or repr(error)
-                say(f"  {name}: {result.failed[name]}")
-            else:
-                if samples[name].trouble:
-                    say(f"  {name}: {samples[name].trouble}")
-        result.rounds.append(samples)
+    able = [name for name in names if name not in stage.failed]
+    orders = [[MODES[name] for name in order] for order in turns(able, rounds)]
+    await run_rounds(stage, scenario, orders, [number * 1000 for number in range(rounds)], result, say)
     return result
+
+
+async def run_rounds(
+    stage: Stage,
+    scenario: Scenario,
+    orders: Sequence[Sequence[Mode]],
+    seeds: Sequence[int],
+    result: Result,
+    say: Callable[[str], None],
+) -> None:
+    """Adds rounds: the ways of each in order, all with the round's seed. A way that can't do it has its reason in
+    `failed`; nothing is dropped silently."""
+    for number, (order, seed) in enumerate(zip(orders, seeds, strict=True)):
+        samples: dict[str, Sample] = {}
+        for mode in order:
+            say(f"{scenario.name}, round {number + 1} of {len(orders)}, {mode.name}")
+            try:
+                samples[mode.name] = await stage.sample(scenario, mode, seed)
+            except (LoadError, RigError, OSError, http.client.HTTPException) as error:
+                result.failed[mode.name] = str(error) or repr(error)
+                say(f"  {mode.name}: {result.failed[mode.name]}")
+            else:
+                if samples[mode.name].trouble:
+                    say(f"  {mode.name}: {samples[mode.name].trouble}")
+        result.rounds.append(samples)

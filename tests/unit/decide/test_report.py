@@ -12,7 +12,7 @@ from e2e.decide import numbers, report
 from e2e.decide.__main__ import main
 from e2e.decide.numbers import GAP, TTFT
 from e2e.decide.trace import CHAT, DOCUMENT
-from e2e.latency.__main__ import compact
+from e2e.latency.publish import compact
 from e2e.rounds import Spread
 from tests.unit.latency.samples import request, sample
 from tests.unit.latency.test_report import MACHINE

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from e2e.latency import report
-from e2e.latency.__main__ import _flags, _plan, compact, main
+from e2e.latency.__main__ import _flags, _plan, main
+from e2e.latency.publish import compact
 from e2e.latency.scenarios import MODES, SCENARIOS
 from tests.unit.latency.samples import interference, request, results, sample
 
