@@ -62,14 +62,14 @@ def _read_push(answer: PrefillAnswer, source: Source) -> Handoff | Rejection:
 
 
 def _read(
-    answer: PrefillAnswer, source: Source, decode: Callable[[msgspec.Raw], _Params], mode: str
+    answer: PrefillAnswer, source: Source, decode: Callable[[bytes], _Params], mode: str
 ) -> Handoff | Rejection:
-    raw = answer.kv_transfer_params
-    if bytes(raw) in (b"", b"null"):
+    raw = bytes(answer.kv_transfer_params)
+    if raw in (b"", b"null"):
         return Rejection("missing", "no kv_transfer_params in the prefill answer")
     try:
         params = decode(raw)
-        bytes(raw).decode()  # what msgspec passes over it does not look at: decode would say 400 to a good client
+        raw.decode()  # what msgspec passes over it does not look at: decode would say 400 to a good client
     except (msgspec.MsgspecError, RecursionError) as error:
         return Rejection("invalid", f"kv_transfer_params: {_without_values(error)}")
     except UnicodeDecodeError:
@@ -85,11 +85,8 @@ def _read(
     if prompt_tokens <= 0:
         return Rejection("invalid", "the prefill answer does not say how many prompt tokens it had")
     cached = answer.usage.cached if answer.usage and params.remote_prefill_cached_tokens is None else None
-    for group in params.remote_block_ids:
-        if len(set(group)) != len(group):
-            return Rejection("invalid", "a block id is named twice")
     handoff = Handoff(
-        params=bytes(raw),
+        params=raw,
         prompt_tokens=prompt_tokens,
         engine_id=params.remote_engine_id,
         host=params.remote_host,
@@ -98,7 +95,7 @@ def _read(
         pp_size=params.pp_size,
         # Only groups with full attention hold a block for every part of the prompt; sliding windows hold fewer.
         blocks=max(map(len, params.remote_block_ids), default=0),
-        highest_block=max((max(group) for group in params.remote_block_ids if group), default=-1),
+        highest_block=max(map(max, filter(None, params.remote_block_ids)), default=-1),
         cached_tokens=cached,
         prefill_cached_tokens=params.remote_prefill_cached_tokens or cached or 0,
     )

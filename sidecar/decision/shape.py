@@ -30,6 +30,7 @@ _URL_KEY = b'url"'
 _ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
 """A key may be spelled with these (`"image_\\u0075rl"`). No usual encoder writes them."""
 _URLS_LOOKED_AT = 1000
+_WINDOW_BYTES = 32768
 _PICTURE_BYTES = 262144
 
 
@@ -54,21 +55,40 @@ def media_in(api: Api, body: bytes | bytearray | memoryview) -> Media:
         return Media.NONE
     if isinstance(body, memoryview) or _escapes_letters(body):
         return Media.PERHAPS_FETCHED
-    at = body.rfind(_URL_KEY)  # from behind: four times as fast in text with many quotes
+    at = _rfind_key(body, _URL_KEY, len(body))
     if at < 0:
         return Media.NONE
     for _ in range(_URLS_LOOKED_AT):
         if _names(body, at + len(_URL_KEY)):
             break
-        at = body.rfind(_URL_KEY, 0, at)
+        at = _rfind_key(body, _URL_KEY, at)
         if at < 0:
-            return Media.INLINE if body.rfind(b'file_id"') < 0 else Media.PERHAPS_FETCHED
+            return Media.INLINE if _rfind_key(body, b'file_id"', len(body)) < 0 else Media.PERHAPS_FETCHED
     return Media.PERHAPS_FETCHED
 
 
 def _escapes_letters(body: bytes | bytearray) -> bool:
-    """A sixth of the pattern's time where nothing of the kind is there."""
-    return body.rfind(b"\\u00") >= 0 and _ESCAPED_LETTER.search(body) is not None
+    """Looks at windows that begin with a backslash: a picture holds none. (Searched from behind, which is four times
+    as fast.)"""
+    at = body.find(b"\\")
+    while at >= 0:
+        end = at + _WINDOW_BYTES
+        if body.rfind(b"\\u00", at, end + 3) >= 0 and _ESCAPED_LETTER.search(body, at, end + 4) is not None:
+            return True
+        at = body.find(b"\\", end)
+    return False
+
+
+def _rfind_key(body: bytes | bytearray, key: bytes, end: int) -> int:
+    """`body.rfind(key, 0, end)` of a key with its last quote: a picture, which holds none, is passed by at twenty
+    times the speed."""
+    while (quote := body.rfind(b'"', 0, end)) >= 0:
+        begin = max(quote - _WINDOW_BYTES, 0)
+        at = body.rfind(key, begin, quote + 1)
+        if at >= 0 or not begin:
+            return at
+        end = begin + len(key) - 1  # it may lie across the window's edge
+    return -1
 
 
 def _names(body: bytes | bytearray, behind: int) -> bool:

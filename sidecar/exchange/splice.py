@@ -5,7 +5,6 @@ the same prompt. A key is what it means to the engine's parser: `"\\u006bv_trans
 a repeated key the last counts. This file knows JSON and nothing else.
 """
 
-import functools
 import re
 from collections.abc import Iterable, Mapping
 
@@ -206,23 +205,22 @@ def with_members(members: Fields, replacements: Mapping[str, bytes]) -> bytes:
 
 def replaced(body: bytes, replacements: Mapping[str, bytes]) -> bytes:
     """`with_members` of the object `body`, without decoding it where the members are plainly spelled."""
-    changed = body
     if b"\\" in body:  # a key may be spelled in a way that only a decoder sees
         return with_members(fields(body), replacements)
+    changed = body
     for key, own in replacements.items():
-        parts = _value_of(key).split(changed)
+        name = b'"%b"' % key.encode()
+        at = changed.find(name)
+        value = _PLAIN_VALUE.match(changed, at + len(name)) if at >= 0 else None
         # Not there, or spelled twice, whatever the second one is: it may be the one that counts.
-        if len(parts) != 2 or changed.count(b'"%b"' % key.encode()) != 1:
+        if value is None or changed.rfind(name) != at:
             return with_members(fields(body), replacements)
-        changed = b'%b"%b":%b%b' % (parts[0], key.encode(), own, parts[1])
+        changed = b"%b%b:%b%b" % (changed[:at], name, own, changed[value.end() :])
     return changed
 
 
-@functools.cache
-def _value_of(key: str) -> re.Pattern[bytes]:
-    """Finds a key with its value, where that is a number or a string without escapes."""
-    return re.compile(b'"%b"' % key.encode() + rb'\s*:\s*(?:"[^"]*"|[0-9]+)')
-
+_PLAIN_VALUE = re.compile(rb'\s*:\s*(?:"[^"]*"|[0-9]+)')
+"""Behind a key: a number, or a string without escapes."""
 
 _spellings: dict[str, bytes] = {}
 _MAX_SPELLINGS = 512

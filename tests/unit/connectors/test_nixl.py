@@ -87,6 +87,7 @@ def test_another_address_changes_two_values_and_nothing_else() -> None:
         {"remote_block_ids": [[0, 1, 999]]},
         {"remote_block_ids": [[11, 12, 13], [5]]},
         {"remote_block_ids": [[5], [11, 12, 13]]},
+        {"remote_block_ids": [[11, 12, 13], [0, 0, 7]]},  # chunked local attention: the null block stands twice
         {"remote_request_id": "x" * 512},
     ],
     ids=str,
@@ -166,8 +167,6 @@ def test_flag_alone_kills_an_engine() -> None:
         {"remote_block_ids": [[11, 12]]},
         {"remote_block_ids": [[11]]},
         {"remote_block_ids": [[11, 12, 13, 14]]},
-        {"remote_block_ids": [[11, 12, 12]]},
-        {"remote_block_ids": [[11, 12, 13], [7, 7]]},
         {"remote_block_ids": [[11, 12, 13], [1000]]},
         {"remote_block_ids": [[11, 12, 13], 5]},
         {"remote_block_ids": {"0": [11, 12, 13]}},

@@ -1,11 +1,16 @@
 """Which requests can be split at all, and how long their prompts are."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from sidecar.decision import shape
 from sidecar.decision.shape import (
     Media,
     conversation,
@@ -245,6 +250,17 @@ def test_a_key_is_what_it_means(api: Api, body: str) -> None:
     raw = body % URL
     assert why_raw(api, raw) == "remote media"
     assert not is_text(api, fields(raw.encode()), media_in(api, raw.encode()))
+
+
+PIECES = [b"u", b"r", b"l", b'"', b"url", b'url"', b"\\", b"\\u00", b"6", b"c", b"0", b"-" * 7]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=40).map(b"".join), st.integers(4, 12), st.data())
+def test_searching_in_windows_is_searching(body: bytes, window: int, data: st.DataObject) -> None:
+    end = data.draw(st.integers(0, len(body)))
+    with patch.object(shape, "_WINDOW_BYTES", window):
+        assert shape._rfind_key(body, b'url"', end) == body.rfind(b'url"', 0, end)
+        assert shape._escapes_letters(body) is bool(re.search(rb"\\u00[4-7]", body))
 
 
 def test_urls_beside_the_prompt_do_not_keep_it_local() -> None:
