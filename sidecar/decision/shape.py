@@ -68,8 +68,8 @@ def media_in(api: Api, body: bytes | bytearray | memoryview) -> Media:
 
 
 def _escapes_letters(body: bytes | bytearray) -> bool:
-    """Looks at windows that begin with a backslash: a picture holds none. (Searched from behind, which is four times
-    as fast.)"""
+    """Looks at windows that begin with a backslash (a picture holds none), from behind, which is four times as
+    fast."""
     at = body.find(b"\\")
     while at >= 0:
         end = at + _WINDOW_BYTES

@@ -60,7 +60,7 @@ class Leg(Protocol):
 class Head:
     """An answer's head."""
 
-    __slots__ = ("_values", "chunked", "headers", "http_1_0", "length", "no_body", "reason", "status")
+    __slots__ = ("_values", "chunked", "headers", "http_1_0", "length", "no_body", "reason", "status", "with_more")
 
     def __init__(self, status: int, reason: bytes, headers: Headers, *, http_1_0: bool) -> None:
         self.status = status
@@ -69,6 +69,8 @@ class Head:
         self.http_1_0 = http_1_0
         self.length = -1
         self.no_body = False
+        self.with_more = False
+        """What follows it came with it: the leg hears of that next."""
         values = self._values = {name.lower(): value for name, value in reversed(headers)}
         length = values.get(b"content-length")
         if length is not None:
@@ -286,12 +288,11 @@ class EngineConnection(asyncio.Protocol):
             self._complete = True
             self._parser = httptools.HttpResponseParser(self)  # the old one waits for a body that never comes
         head.no_body = self._complete
+        head.with_more = self._complete or len(data) > end
         self._head = head
         self._at_boundary = True
         leg.head(head)
-        if not self._has(leg):
-            return
-        if self._complete or len(data) > end:
+        if head.with_more and self._has(leg):
             self._read_body(leg, head, data[end:])
 
     def _has(self, leg: Leg) -> bool:

@@ -18,6 +18,7 @@ from sidecar.exchange.peek import FirstEvents, Verdict
 from sidecar.exchange.usage import CachedTokens
 
 if TYPE_CHECKING:
+    from sidecar.edge.client import ClientConnection
     from sidecar.edge.runner import Runner
 
 
@@ -163,6 +164,8 @@ class DecodeLeg(Leg):
         self._body_parts: list[bytes] = []
         self._sent = False
         self._head: Head | None = None
+        self._unsent_head = b""
+        """The answer's head as the client gets it, until it goes out with what came with it: one system call."""
         self._peek: FirstEvents | None = None
         self._held: list[bytes] = []
         self._held_pieces: list[bytes] = []
@@ -266,6 +269,7 @@ class DecodeLeg(Leg):
         if self._relaying:
             self._written += len(pieces)
             self._write(raw, pieces)
+            self._flush_head()
             if last:
                 self._end()
             return
@@ -316,12 +320,15 @@ class DecodeLeg(Leg):
             close = True
             client.close_when_answered()
             self._write = self._write_filtered if self._filter is not None else self._write_pieces
-        client.write((runner.write_head(head, framing=framing, close=close),))
+        self._unsent_head = runner.write_head(head, framing=framing, close=close)
         if self._held:
             self._written += len(self._held_pieces)
             self._write(b"".join(self._held), self._held_pieces)
             self._held.clear()
             self._held_pieces.clear()
+            self._flush_head()
+        elif not head.with_more:
+            self._flush_head()
 
     def _cached_tokens_filter(self, head: Head) -> CachedTokens | None:
         handoff, api = self._handoff, self._runner.api
@@ -333,11 +340,24 @@ class DecodeLeg(Leg):
 
     # -- the ways to write --
 
+    def _send(self, client: "ClientConnection", part: bytes) -> None:
+        if self._unsent_head:
+            client.write((self._unsent_head, part))
+            self._unsent_head = b""
+        else:
+            client.write((part,))
+
+    def _flush_head(self) -> None:
+        """Where nothing came with the head that goes to the client."""
+        head, self._unsent_head = self._unsent_head, b""
+        if head and self._runner.client is not None:
+            self._runner.client.write((head,))
+
     def _write_raw(self, raw: bytes, pieces: Sequence[bytes]) -> None:
         client = self._runner.client
         if not raw or client is None:
             return
-        client.write((raw,))
+        self._send(client, raw)
         self._runner.first_byte()
         if pieces:
             self.tail = pieces[-1]
@@ -369,7 +389,7 @@ class DecodeLeg(Leg):
     def _write_pieces(self, _raw: bytes, pieces: Sequence[bytes]) -> None:
         client = self._runner.client
         if pieces and client is not None:
-            client.write(pieces)
+            self._send(client, pieces[0] if len(pieces) == 1 else b"".join(pieces))
             self._runner.first_byte()
             self.tail = pieces[-1]
 
@@ -413,6 +433,10 @@ class DecodeLeg(Leg):
     def last_words(self, row: Row) -> bytes:
         """What may still be written to a client whose answer broke off, in the framing that its head announced;
         never a clean end."""
+        unsent, self._unsent_head = self._unsent_head, b""
+        return unsent + self._last_event(row)
+
+    def _last_event(self, row: Row) -> bytes:
         head = self._head
         if head is None or not head.value(b"content-type").startswith(b"text/event-stream") or head.length >= 0:
             return b""

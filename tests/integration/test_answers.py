@@ -49,6 +49,30 @@ def answered(stub: Stub, sidecar: Sidecar) -> Callable[..., Answer]:
 Answered = Callable[..., Answer]
 
 
+# -- what came together goes on together, and nothing waits ------------------------------------------------------
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 2\r\n", b"Transfer-Encoding: chunked\r\n", b""])
+def test_a_head_that_comes_alone_does_not_wait_for_its_body(stub: Stub, sidecar: Sidecar, framing: bytes) -> None:
+    seen = threading.Event()
+    stub.pieces = (OK + framing + b"\r\n", seen, b"2\r\nok\r\n0\r\n\r\n" if b"chunked" in framing else b"ok")
+    stub.closes = not framing
+    with sidecar.connect() as client:
+        client.request("GET", PATH)
+        assert client.head().status == 200
+        seen.set()
+
+
+@pytest.mark.parametrize("rest", [b"z", b"2\r\nokX", b"\r\n"], ids=repr)
+def test_a_head_whose_body_is_garbage_goes_on_before_the_cut(stub: Stub, sidecar: Sidecar, rest: bytes) -> None:
+    """Both came in one read."""
+    stub.pieces, stub.closes = (OK + b"Transfer-Encoding: chunked\r\n\r\n" + rest,), False
+    with sidecar.connect() as client:
+        client.request("GET", PATH)
+        assert client.head().status == 200
+        assert not client.rest().endswith(b"0\r\n\r\n"), "a clean end"
+
+
 # -- heads ---------------------------------------------------------------------------------------------------
 
 
