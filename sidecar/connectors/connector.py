@@ -66,6 +66,7 @@ class Handoff(msgspec.Struct, frozen=True):
     blocks: int = 0
     """Blocks of the prompt; 0: it fills none, there is nothing to pull, and asking for it kills the engine."""
     highest_block: int = -1
+    """-1 if there is none, or if all have been compared with what is known of the engine."""
     rank: int = 0
     """The prefill engine's data-parallel rank, where decode has to name it."""
     cached_tokens: int | None = None

@@ -87,13 +87,32 @@ def test_another_address_changes_two_values_and_nothing_else() -> None:
         {"remote_block_ids": [[0, 1, 999]]},
         {"remote_block_ids": [[11, 12, 13], [5]]},
         {"remote_block_ids": [[5], [11, 12, 13]]},
-        {"remote_block_ids": [[11, 12, 13], [0, 0, 7]]},  # chunked local attention: the null block stands twice
+        # The null block, where a window or a chunk of local attention holds nothing.
+        {"remote_block_ids": [[11, 12, 13], [0, 0, 7]]},
+        {"remote_block_ids": [[0, 0, 7]]},
         {"remote_request_id": "x" * 512},
     ],
     ids=str,
 )
 def test_good(changes: dict[str, Any]) -> None:
     assert verdict(**changes) == "ok"
+
+
+def test_block_ids_are_compared_with_what_is_known_later() -> None:
+    """The engine's /metrics had not been read when the prefill answer came."""
+    unknown = Source(HOSTS, EngineFacts(block_size=BLOCK_SIZE))
+    handoff = read(answer(params(remote_block_ids=[[11, 12, 1000]])), unknown)
+    assert isinstance(handoff, Handoff)
+    assert NIXLV2.fits(handoff, EngineFacts(BLOCK_SIZE, num_blocks=1001), 0) is None
+    rejection = NIXLV2.fits(handoff, EngineFacts(BLOCK_SIZE, num_blocks=1000), 0)
+    assert rejection is not None
+    assert "1000 blocks" in rejection.detail
+
+
+def test_an_engine_that_claims_more_blocks_than_there_are_numbers() -> None:
+    source = Source(HOSTS, EngineFacts(BLOCK_SIZE, num_blocks=10**30))
+    assert verdict(source=source) == "ok"
+    assert verdict(source=source, remote_block_ids=[[11, 12, 2**31]]) == "invalid"
 
 
 # -- keys that the engine reads (case 1) -----------------------------------------------------------------------
@@ -167,6 +186,9 @@ def test_flag_alone_kills_an_engine() -> None:
         {"remote_block_ids": [[11, 12]]},
         {"remote_block_ids": [[11]]},
         {"remote_block_ids": [[11, 12, 13, 14]]},
+        {"remote_block_ids": [[11, 12, 12]]},
+        {"remote_block_ids": [[11, 12, 13], [7, 7]]},
+        {"remote_block_ids": [[11, 12, 13], [0, 0, 7, 7]]},
         {"remote_block_ids": [[11, 12, 13], [1000]]},
         {"remote_block_ids": [[11, 12, 13], 5]},
         {"remote_block_ids": {"0": [11, 12, 13]}},
