@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 
 import uvloop
-import yaml
 
-from sidecar import __version__, compat, config, log, replay, tls, top
+from sidecar import __version__, compat, config, log, tls, top
 from sidecar.assembly import Sidecar
 from sidecar.control import Control
 from sidecar.settings import Settings
@@ -37,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
         argv.insert(0, "serve")  # as the image that this one replaces is started
     if argv[:1] == ["replay"]:
+        from sidecar import replay
+
         return replay.main(argv[1:])
     if not argv or argv[0] not in commands.choices or {"-h", "--help"} & set(argv[1:]):
         parser.parse_args(argv)
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     doubts = config.doubts(settings)
     if command_name == "check-config":
+        import yaml
+
         for doubt in doubts:
             print(f"pd-sidecar: warning: {doubt}", file=sys.stderr)  # noqa: T201
         sys.stdout.write(yaml.safe_dump(config.shown(settings), sort_keys=False))

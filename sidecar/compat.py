@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sidecar.config import ALIASES, FIELDS
 
 RENAMED = {
@@ -140,6 +138,8 @@ def _configured(argv: Sequence[str]) -> list[str]:
         name, value = _parts(argument)
         if name not in _CONFIGURATION:
             continue
+        import yaml  # as in config.py
+
         text = value if value is not None else "".join(argv[index + 1 : index + 2])
         try:
             content = yaml.safe_load(text if name == "configuration" else Path(text).read_text(encoding="utf-8"))

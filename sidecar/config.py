@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
-import yaml
 
 from sidecar.connectors import CONNECTORS
 from sidecar.prefill.address import AllowList, BadAddress, canonical_host, parse
@@ -112,6 +111,8 @@ _Given = dict[str, tuple[str, Any]]
 
 
 def _from_file(path: Path, mistakes: list[str]) -> _Given:
+    import yaml  # more than a megabyte, which a sidecar without a file and a worker do without
+
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -48,6 +48,7 @@ async def keep_giving_back() -> None:
 def settle() -> None:
     """Everything that lives as long as the process has been made."""
     gc.collect()
+    give_free_memory_back()  # what reading the code took
     gc.freeze()  # what lives as long as the process need not be looked through again
     # Requests free themselves, cycles are the exception (faults). What is under way during a collection grows
     # old by it, so the old must be looked at too, or memory creeps (e2e/soak.py).

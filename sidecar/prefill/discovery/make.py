@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 from sidecar.prefill.address import parse
 from sidecar.prefill.discovery.cluster import find_cluster
 from sidecar.prefill.discovery.discovery import Source
-from sidecar.prefill.discovery.file import FileSource
-from sidecar.prefill.discovery.kubernetes import MODEL_LABEL, KubernetesSource, join_selectors
 from sidecar.prefill.discovery.spec import parse_spec
 
 if TYPE_CHECKING:
@@ -18,12 +16,16 @@ def make_source(settings: "Settings") -> Source | None:
     """The source of `--discovery`, None for `none`. Settings have been checked."""
     spec = parse_spec(settings.discovery)
     if spec.kind == "file":
+        from sidecar.prefill.discovery.file import FileSource
+
         return FileSource(spec.path)
     if spec.kind == "dns":
         from sidecar.prefill.discovery.dns import DnsSource
 
         return DnsSource(spec.host, spec.port, [parse(server) for server in settings.discovery_dns_server])
     if spec.kind == "kubernetes":
+        from sidecar.prefill.discovery.kubernetes import MODEL_LABEL, KubernetesSource, join_selectors
+
         model = settings.discovery_model
         return KubernetesSource(
             find_cluster(
