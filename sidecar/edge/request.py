@@ -3,7 +3,6 @@
 import re
 import secrets
 from collections.abc import Container
-from itertools import chain
 from urllib.parse import unquote_to_bytes
 
 from sidecar.exchange.apis import APIS
@@ -70,7 +69,6 @@ class Request:
 
     __slots__ = (
         "_keys",
-        "_lines",
         "body",
         "expects_continue",
         "has_body",
@@ -104,7 +102,6 @@ class Request:
         self.keep_alive = True
         self.path = _path(target)
         self._keys = [name.lower() for name, _ in headers]
-        self._lines: list[bytes] = []
         self.read: dict[bytes, list[bytes]] = {}
         """Values of the fields that mean something to us."""
         for key, (_, value) in zip(self._keys, headers, strict=True):
@@ -157,7 +154,7 @@ class Request:
 
     @property
     def head_bytes(self) -> int:
-        return len(self.target) + sum(map(len, chain.from_iterable(self.headers))) + 4 * len(self.headers)
+        return len(self.target) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _streams(self) -> bool:
         """Bodies that are no JSON are relayed as they arrive; all others are looked into first. On the paths where
@@ -209,7 +206,6 @@ class Request:
         """Takes fields out, so that neither leg gets them."""
         self.headers = [header for key, header in zip(self._keys, self.headers, strict=True) if key not in keys]
         self._keys = [name.lower() for name, _ in self.headers]
-        self._lines = []
 
     def _named_by_connection(self) -> frozenset[bytes]:
         values = self.read.get(b"connection")
@@ -222,10 +218,10 @@ class Request:
     def _block(self, drop: frozenset[bytes]) -> bytes:
         if b"connection" in self.read and (named := self._named_by_connection()):
             drop |= named
-        lines = self._lines
-        if not lines:  # for both legs
-            lines = self._lines = [b"%b: %b\r\n" % header for header in self.headers]
-        return b"".join([line for key, line in zip(self._keys, lines, strict=True) if key not in drop])
+        lines = [
+            b": ".join(header) for key, header in zip(self._keys, self.headers, strict=True) if key not in drop
+        ]
+        return b"\r\n".join((*lines, b"")) if lines else b""
 
     def relay_block(self, *, inflated: bool, with_id: bool) -> bytes:
         """Fields for the local engine, as they came. `inflated`: the body lost its content encoding;
