@@ -27,7 +27,7 @@ _QUICK_ROUNDS = 3
 
 def _flags(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m e2e.latency", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="four minutes: two scenarios, fewer ways")
+    parser.add_argument("--quick", action="store_true", help="five minutes: three scenarios, fewer ways")
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="only this one (repeatable)")
     parser.add_argument("--mode", action="append", choices=list(MODES), help="only this way (repeatable)")
     parser.add_argument("--rounds", type=int, help="alternating rounds of each scenario (default: by scenario)")

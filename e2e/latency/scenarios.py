@@ -96,14 +96,19 @@ def _idle(seed: int) -> list[Client]:
     return [Client("request", turns, pause_s=0.2)]
 
 
-def _interference(seed: int) -> list[Client]:
+def _interference(seed: int, answer_tokens: int = 16) -> list[Client]:
     streams = [
         Client(STREAM, (Turn(prompt(40, seed + number), FOREVER_TOKENS),), background=True) for number in range(4)
     ]
     arrivals = [
-        Client(LONG, (Turn(prompt(2000, seed + 10 + number), 16),), at_s=1.5 * number) for number in range(3)
+        Client(LONG, (Turn(prompt(2000, seed + 10 + number), answer_tokens),), at_s=1.5 * number)
+        for number in range(3)
     ]
     return streams + arrivals
+
+
+def _one_token(seed: int) -> list[Client]:
+    return _interference(seed, answer_tokens=1)
 
 
 def _bursts(seed: int) -> list[Client]:
@@ -149,6 +154,15 @@ SCENARIOS: dict[str, Scenario] = {
             rounds=4,
             min_window_s=6.0,
             kill_at_s=2.2,
+        ),
+        Scenario(
+            "one-token",
+            "The same, with answers of one token: what arrives is prompts and next to nothing else",
+            _one_token,
+            modes=("quiet", "local", "remote"),
+            quick_modes=("quiet", "local", "remote"),
+            rounds=4,
+            min_window_s=6.0,
         ),
         Scenario(
             "idle",

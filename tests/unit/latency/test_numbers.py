@@ -87,17 +87,18 @@ def verdicts(remote_ms: float, *, overhead_ms: float = 0.3, trouble: str = "") -
         "local": interference("local", 1000),
         "remote": interference("remote", remote_ms, trouble, overhead_ms),
     }
-    return numbers.verdicts(results(rounds), TARGETS)
+    short = {name: rounds[name] for name in ("quiet", "local", "remote")}
+    return numbers.verdicts(results(rounds) | results(short, scenario="one-token"), TARGETS)
 
 
 def test_what_is_kept_holds() -> None:
-    assert [verdict.word for verdict in verdicts(130)] == ["holds"] * 5
+    assert [verdict.word for verdict in verdicts(130)] == ["holds"] * 7
 
 
 def test_what_is_not_kept_does_not() -> None:
-    to_local, to_held, to_quiet, p50, p99 = verdicts(151, overhead_ms=2.0)
-    found = [to_local.holds, to_held.holds, to_quiet.holds, p50.holds, p99.holds]
-    assert found == [False, False, False, False, True]
+    found = verdicts(151, overhead_ms=2.0)
+    assert [verdict.holds for verdict in found] == [False, False, False, False, False, False, True]
+    to_local = found[0]
     assert to_local.measured == Spread(pytest.approx(0.151), pytest.approx(0.151), pytest.approx(0.151))
     assert to_local.word == "**DOES NOT HOLD**"
 
@@ -109,9 +110,9 @@ def test_a_ratio_of_a_run_with_trouble_holds_nothing() -> None:
 
 
 def test_what_was_not_measured_is_said_so() -> None:
-    assert [verdict.word for verdict in numbers.verdicts({}, TARGETS)] == ["not measured"] * 5
+    assert [verdict.word for verdict in numbers.verdicts({}, TARGETS)] == ["not measured"] * 7
     only_local = results({"local": interference("local", 1000)})
-    assert [verdict.holds for verdict in numbers.verdicts(only_local, TARGETS)] == [None] * 5
+    assert [verdict.holds for verdict in numbers.verdicts(only_local, TARGETS)] == [None] * 7
 
 
 def test_the_share_is_that_of_remote_requests_and_of_whole_engines() -> None:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from e2e.latency import report
+from e2e.latency import numbers, report
 from e2e.latency.__main__ import _flags, _plan, main
 from e2e.latency.publish import compact
 from e2e.latency.scenarios import MODES, SCENARIOS
@@ -164,12 +164,13 @@ def test_every_way_of_every_scenario_is_known() -> None:
     for scenario in SCENARIOS.values():
         assert set(scenario.modes) <= set(MODES)
         assert set(scenario.quick_modes) <= set(scenario.modes)
-    assert {"quiet", "local", "remote"} <= set(SCENARIOS["interference"].quick_modes)  # or there is no verdict
+    for name, against, _ in numbers.RATIOS:
+        assert {against, "remote"} <= set(SCENARIOS[name].quick_modes)  # or there is no verdict
 
 
 def test_the_plan_follows_the_flags() -> None:
     assert set(_plan(flags())) == set(SCENARIOS)
-    assert set(_plan(flags("--quick"))) == {"interference", "idle"}
+    assert set(_plan(flags("--quick"))) == {"interference", "one-token", "idle"}
     assert _plan(flags("--scenario", "mixed", "--mode", "auto")) == {"mixed": ["auto"]}
     assert _plan(flags("--mode", "fallback")) == {"interference": ["fallback"]}
     assert _plan(flags("--quick", "--scenario", "bursts")) == {"bursts": list(SCENARIOS["bursts"].modes)}
