@@ -1,4 +1,4 @@
-"""What every request of one serving port shares. Put together in cli.py; decides nothing, does nothing."""
+"""What every request of one serving port shares. Put together in serving.py; decides nothing, does nothing."""
 
 import asyncio
 from collections.abc import Callable
