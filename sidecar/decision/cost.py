@@ -20,6 +20,10 @@ import msgspec
 FORGET = 0.98
 """Weight of a sample after each later one: the last fifty count."""
 SAMPLES_TO_KNOW = 8
+PRIOR_S2 = 1e-6
+"""A coefficient twice as large as the prior's, or 0, weighs as much as an error of 1 ms in one sample."""
+SOLVED_EVERY = 4
+"""Samples, once it is known."""
 REACH = 4.0
 """A fit is trusted for prompts up to so many times the longest that it has seen."""
 FIRST_REACH_TOKENS = 1024
@@ -34,36 +38,69 @@ UNBEARABLE_S = 3.0
 
 
 class Fit:
-    """A linear function with coefficients that are not negative, fitted by recursive least squares that forgets."""
+    """A linear function with coefficients that are not negative: least squares over samples that are forgotten in
+    time. What these leave open, as those of prompts that are all of one length do, is shared out as in the prior.
+    """
 
     def __init__(self, *prior: float) -> None:
         """`prior`: coefficients until samples say otherwise, in seconds, seconds per thousand tokens, ..."""
         self.coefficients = list(prior)
+        self._prior = prior
+        # The normal equations, in multiples of the prior's coefficients.
         size = range(len(prior))
-        self._spread = [[100.0 if row == column else 0.0 for column in size] for row in size]
+        self._products = [[0.0 for _ in size] for _ in size]
+        self._sums = [0.0 for _ in size]
         self._usual_error = 0.0
         self.samples = 0
         self.longest_tokens = 0
 
     def add(self, features: Sequence[float], seconds: float, tokens: int) -> None:
         """One measurement; `tokens` is how long the prompt was."""
-        size = range(len(features))
-        moved = [sum(row[i] * features[i] for i in size) for row in self._spread]
-        scale = FORGET + sum(features[i] * moved[i] for i in size)
-        error = seconds - sum(self.coefficients[i] * features[i] for i in size)
+        expected = self.at(features)
+        error = seconds - expected
         if self.samples >= SAMPLES_TO_KNOW:
             bound = OUTLIER * self._usual_error
             error = min(max(error, -bound), bound)
         self._usual_error += (abs(error) - self._usual_error) / min(self.samples + 1, 20)
-        for row in size:
-            gain = moved[row] / scale
-            self.coefficients[row] = max(0.0, self.coefficients[row] + gain * error)
-            for column in size:
-                spread = (self._spread[row][column] - gain * moved[column]) / FORGET
-                # What is never excited would grow for ever.
-                self._spread[row][column] = min(max(spread, -1e4), 1e4)
+        shares = [a * b for a, b in zip(self._prior, features, strict=True)]
+        for row, share in enumerate(shares):
+            products = self._products[row]
+            for column, other in enumerate(shares):
+                products[column] = FORGET * products[column] + share * other
+            self._sums[row] = FORGET * self._sums[row] + share * (expected + error)
         self.samples += 1
         self.longest_tokens = max(self.longest_tokens, tokens)
+        if self.samples <= SAMPLES_TO_KNOW or not self.samples % SOLVED_EVERY:
+            self._solve()
+
+    def _solve(self) -> None:
+        """Anew from all that is remembered, so that no error of arithmetic lives on."""
+        free = list(range(len(self._prior)))
+        multiples = self._multiples(free)
+        while min(multiples) < 0:
+            del free[multiples.index(min(multiples))]  # it is 0, for the others too
+            multiples = self._multiples(free)
+        self.coefficients = [0.0] * len(self._prior)
+        for row, multiple in zip(free, multiples, strict=True):
+            self.coefficients[row] = multiple * self._prior[row]
+
+    def _multiples(self, free: Sequence[int]) -> list[float]:
+        """Of the prior's coefficients, with all that are not `free` 0. Gaussian elimination; the prior's own weight
+        makes every pivot positive."""
+        rows = [[*(self._products[row][column] for column in free), self._sums[row] + PRIOR_S2] for row in free]
+        for place, pivot in enumerate(rows):
+            pivot[place] += PRIOR_S2
+        for place, pivot in enumerate(rows):
+            for row in rows[place + 1 :]:
+                factor = row[place] / pivot[place]
+                for column in range(place, len(row)):
+                    row[column] -= factor * pivot[column]
+        found: list[float] = []
+        for place in reversed(range(len(rows))):
+            *known, wanted = rows[place][place + 1 :]
+            rest = sum(a * b for a, b in zip(known, found, strict=True))
+            found.insert(0, (wanted - rest) / rows[place][place])
+        return found
 
     def at(self, features: Sequence[float]) -> float:
         """Seconds."""

@@ -15,6 +15,11 @@ def here(new: int, cached: int = 0) -> float:
     return 0.01 + 0.5 * u + 0.02 * u * (u / 2 + c)
 
 
+def prefill(new: int) -> tuple[float, float, float]:
+    """What `Fit` makes of a prompt of which nothing is cached."""
+    return 1.0, new / 1000, (new / 1000) ** 2 / 2
+
+
 def fitted(weight: float = 1.0, *, noise: float = 0.0, there: float = 1.0, pull: float = 0.1) -> Costs:
     """Both ways known: the prefill engine takes `there` times as long, a pull `pull` s for a thousand tokens."""
     costs = Costs.make(weight)
@@ -51,6 +56,27 @@ def test_one_stalled_step_does_not_bend_it() -> None:
     before = costs.weigh(Inputs(1000)).local_seconds
     costs.computed_here(1000, 0, 600.0)
     assert costs.weigh(Inputs(1000)).local_seconds < 1.5 * before
+
+
+@pytest.mark.parametrize("lengths", [(2000,), (12_000,), (500, 6000), (300, 301, 302)])
+@pytest.mark.parametrize("seed", range(4))
+def test_hours_of_the_same_prompts(lengths: tuple[int, ...], seed: int) -> None:
+    """What they do not tell (which part of the time is whose) must not become anything."""
+    costs = Costs.make(1.0)
+    draw = random.Random(seed)
+    for turn in range(4000):
+        tokens = lengths[turn % len(lengths)]
+        costs.computed_here(tokens, 0, here(tokens) * draw.uniform(0.8, 1.2))
+        costs.computed_there(tokens, here(tokens) * draw.uniform(0.8, 1.2))
+        costs.pulled(tokens, (0.02 + tokens / 10000) * draw.uniform(0.8, 1.2))
+        if turn < 100:
+            continue
+        verdict = costs.weigh(Inputs(tokens))
+        assert verdict.local_seconds == pytest.approx(here(tokens), rel=0.25)
+        assert verdict.remote_seconds == pytest.approx(here(tokens) + 0.02 + tokens / 10000, rel=0.25)
+    shorter, longer = min(lengths) // 2, max(lengths) * 2
+    assert 0.2 * here(shorter) < costs.local.at(prefill(shorter)) < 2 * here(shorter)
+    assert 0.5 * here(longer) < costs.local.at(prefill(longer)) < 3 * here(longer)
 
 
 @settings(max_examples=100, deadline=None, database=None)
