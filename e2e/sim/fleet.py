@@ -134,7 +134,7 @@ class Fleet:
         for pod in self.pods:
             waiting = int(pod.engine.busy_until > self.now + 0.05)
             pod.generated += pod.engine.streams * SCRAPE_S / pod.engine.step
-            load = Load(pod.engine.streams, waiting, 0.0, generated=int(pod.generated))
+            load = Load(pod.engine.streams, waiting, generated=int(pod.generated))
             pod.rules.signals.tell(load, self.now)
 
     def _fail(self) -> None:

@@ -14,7 +14,7 @@ SMOOTHING = 0.1
 """Share of the newest scrape, one a second, in what counts as lately."""
 
 _SAMPLE = re.compile(
-    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|generation_tokens_total)"
+    r"^vllm:(num_requests_running|num_requests_waiting|generation_tokens_total)"
     r"(?:\{([^}\n]*)\})? (\S+)",
     re.MULTILINE,
 )
@@ -23,12 +23,10 @@ _MODEL_NAME = re.compile(r'\bmodel_name="([^"\\]*)"')
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One scrape of an engine; sums over its data-parallel ranks, the fullest rank's KV usage."""
+    """One scrape of an engine; sums over its data-parallel ranks."""
 
     running: int
     waiting: int
-    kv_usage: float
-    """Share of the KV blocks in use, 0 to 1."""
     model_names: frozenset[str] = frozenset()
     """What requests for the base model say in `model`, as far as the metrics tell: the first served name."""
     generated: int = 0
@@ -38,7 +36,6 @@ class Load:
 def parse_load(metrics: str) -> Load | None:
     """The load in a Prometheus text exposition of vLLM 0.32, None if it does not tell."""
     running = waiting = generated = 0.0
-    usage = 0.0
     names = set()
     found = False
     for name, labels, text in _SAMPLE.findall(metrics):
@@ -51,11 +48,9 @@ def parse_load(metrics: str) -> Load | None:
             names.update(_MODEL_NAME.findall(labels))
         elif name == "num_requests_waiting":
             waiting += value
-        elif name == "generation_tokens_total":
-            generated += value
         else:
-            usage = max(usage, value)
-    return Load(int(running), int(waiting), usage, frozenset(names), int(generated)) if found else None
+            generated += value
+    return Load(int(running), int(waiting), frozenset(names), int(generated)) if found else None
 
 
 class Signals:

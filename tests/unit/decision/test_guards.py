@@ -397,7 +397,7 @@ def test_minimum_zero_means_every_prompt(world: World) -> None:
 
 def test_cost_rule_decides_and_is_explained(world: World) -> None:
     world.rules.costs = Costs.make(1.0)
-    world.rules.signals.tell(Load(0, 0, 0.0), 100.0)
+    world.rules.signals.tell(Load(0, 0), 100.0)
     first, second = world.decide(), world.decide()
     assert (outcome(first), outcome(second)) == (("remote", "long"), ("local", "decode_idle"))
     for decision in (first, second):

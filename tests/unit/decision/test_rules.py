@@ -14,7 +14,7 @@ from sidecar.exchange.apis import CHAT, COMPLETIONS, GENERATE, Api
 from sidecar.exchange.splice import Fields, fields
 from transport.prefix_index import BlockRemoved, BlockStored, PrefixIndex
 
-BASE = Load(2, 0, 0.5, frozenset({"base"}))
+BASE = Load(2, 0, frozenset({"base"}))
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -32,7 +32,7 @@ vllm:generation_tokens_total{engine="1",model_name="base"} 34.0
 
 
 def test_load_of_all_ranks() -> None:
-    assert parse_load(METRICS) == Load(4, 2, 0.75, frozenset({"base"}), 1234)
+    assert parse_load(METRICS) == Load(4, 2, frozenset({"base"}), 1234)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_streams_by_whoever_sees_most_and_for_a_while() -> None:
     for second in range(60):
         signals.tell(BASE, float(second))
     assert signals.streams(0) == 2
-    signals.tell(Load(0, 0, 0.0), 61.0)
+    signals.tell(Load(0, 0), 61.0)
     assert 1 < signals.streams(0) < 2, "a short pause is not idleness"
     for second in range(60):
-        signals.tell(Load(0, 0, 0.0), 62.0 + second)
+        signals.tell(Load(0, 0), 62.0 + second)
     assert signals.streams(0) < 0.5
 
 
@@ -291,9 +291,9 @@ def test_a_prompt_that_is_computed_here_uses_up_what_the_streams_bear() -> None:
         costs.pulled(tokens, 0.05)
     rules = Rules(0, lambda: 3.0, costs=costs)
     for second, generated in enumerate((0, 2000, 4000)):
-        rules.signals.tell(Load(4, 0, 0.5, generated=generated), float(second + 1))
+        rules.signals.tell(Load(4, 0, generated=generated), float(second + 1))
     ways = [rules.weigh(100, 0, 1000)[1].remote for _ in range(12)]
     assert ways == sorted(ways), "once it is used up, prompts go remote"
     assert 1 < ways.count(False) < 12
-    rules.signals.tell(Load(4, 0, 0.5, generated=20_000), 3.0)
+    rules.signals.tell(Load(4, 0, generated=20_000), 3.0)
     assert not rules.weigh(100, 0, 1000)[1].remote

@@ -130,7 +130,7 @@ def test_facts_over_http(status: int) -> None:
 def test_metrics_that_come_in_pieces() -> None:
     engine = Engine(body=b"x 1\n" * 50_000 + LINE.encode() + b"\nvllm:num_requests_running 3.0\n")
     assert ask(engine, "facts") == EngineFacts(16, 2048, ranks=1)
-    assert ask(engine, "load") == Load(3, 0, 0.0)
+    assert ask(engine, "load") == Load(3, 0)
     assert ask(Engine(404), "load") is None
 
 

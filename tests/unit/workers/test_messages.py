@@ -15,7 +15,7 @@ def sent(message: messages.ToWorker) -> messages.ToWorker:
 
 
 def test_load() -> None:
-    message = messages.Load(1, Load(3, 2, 0.5, frozenset({"a", "b"}), 12345), 7.5)
+    message = messages.Load(1, Load(3, 2, frozenset({"a", "b"}), 12345), 7.5)
     assert sent(message) == message
 
 
