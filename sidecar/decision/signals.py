@@ -12,6 +12,8 @@ from sidecar.decision.allowance import Allowance
 STALE_AFTER_S = 2.0
 SMOOTHING = 0.1
 """Share of the newest scrape, one a second, in what counts as lately."""
+COUNT_MAX = 2**53
+"""What is not less is no count: a metric is a double (Prometheus text format)."""
 
 _SAMPLE = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|generation_tokens_total)"
@@ -42,6 +44,8 @@ def parse_load(metrics: str) -> Load | None:
         try:
             value = float(text)
         except ValueError:
+            return None
+        if not 0 <= value < COUNT_MAX:  # NaN, too
             return None
         if name == "num_requests_running":
             running, found = running + value, True

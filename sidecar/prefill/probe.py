@@ -22,6 +22,8 @@ MAX_METRICS_BYTES = 8 << 20
 MAX_MODELS_BYTES = 4 << 20
 """Some 8,000 adapters: half a KB for each."""
 MAX_SLOTS_BYTES = 1 << 20
+MAX_DIGITS = 15
+"""Of what is a number of tokens or of blocks."""
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _ONCE = {"connection": "close"}
@@ -160,4 +162,4 @@ def parse_facts(metrics: str) -> EngineFacts:
 
 
 def _int(text: str | None) -> int:
-    return int(text) if text and text.isascii() and text.isdigit() else 0
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else 0

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 
 FAMILY = "vllm:lora_requests_info"
+MAX_SLOTS = 2**20
+"""More than any engine has."""
 _ROW = re.compile(rf"^{FAMILY}\{{([^}}\n\\]*)\}} (\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"\\]*)"')
 
@@ -38,7 +40,7 @@ def parse_slots(metrics: str) -> Slots | None:
             when, count = float(text), max(count, int(row.get("max_lora", "0")))
         except ValueError:
             return None
-        if not math.isfinite(when):
+        if not math.isfinite(when) or count > MAX_SLOTS:
             return None
         for names in (row.get("running_lora_adapters", ""), row.get("waiting_lora_adapters", "")):
             for name in filter(None, names.split(",")):

@@ -36,7 +36,15 @@ def test_load_of_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "garbage", "vllm:num_requests_running x\n", "vllm:num_requests_waiting 1.0\n"]
+    "text",
+    [
+        "",
+        "garbage",
+        "vllm:num_requests_waiting 1.0\n",
+        # No count, though Prometheus has them: whoever asks once a second must not end of one.
+        *(f"vllm:num_requests_running {value}\n" for value in ("x", "NaN", "+Inf", "-1.0", "1e300")),
+        METRICS.replace("34.0", "+Inf"),
+    ],
 )
 def test_no_load(text: str) -> None:
     assert parse_load(text) is None

@@ -30,6 +30,8 @@ LINE = (
         (LINE.replace('"16"', '"-16"'), EngineFacts(0, 2048, ranks=1)),
         (LINE.replace('"16"', '"1.6"'), EngineFacts(0, 2048, ranks=1)),
         (LINE.replace('"16"', '"\u0661"'), EngineFacts(0, 2048, ranks=1)),
+        (LINE.replace('"16"', f'"{2**64}"'), EngineFacts(0, 2048, ranks=1)),
+        (LINE.replace('"16"', f'"{"9" * 5000}"'), EngineFacts(0, 2048, ranks=1)),
         ("", EngineFacts()),
         ("vllm:cache_config_info{} 1.0", EngineFacts()),
         ("x" + LINE, EngineFacts()),
@@ -39,7 +41,7 @@ LINE = (
             EngineFacts(16, 2048, ranks=2),
         ),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_facts(metrics: str, facts: EngineFacts) -> None:
     assert parse_facts(metrics) == facts

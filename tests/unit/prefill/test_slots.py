@@ -41,11 +41,12 @@ def test_an_adapter_counts_by_its_newest_row() -> None:
         row("Inf", "a"),
         row(1, "a", most="x"),
         row(1, "a", most=0),
+        row(1, "a", most=2**64),
         row(1, "a", most=-3),
         row(1, 'a\\"b'),
         "x" + row(1, "a"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_tells_nothing(metrics: str) -> None:
     assert parse_slots(metrics) is None
