@@ -201,13 +201,14 @@ class Crew:
         while True:
             await seat.gone.wait()
             code = await self._ended(seat)
+            if not self._ending:
+                seat.deaths += 1
+                pause_s = FIRST_PAUSE_S if time.monotonic() - began >= WELL_AFTER_S else pause_s
+                said = seat.served.result() if seat.served is not None and seat.served.done() else ""
+                _log.error("%s ended: %s; started again in %g s", seat.name, said or _told(code), pause_s)
+                await asyncio.sleep(pause_s)
             if self._ending:
                 return
-            seat.deaths += 1
-            pause_s = FIRST_PAUSE_S if time.monotonic() - began >= WELL_AFTER_S else pause_s
-            said = seat.served.result() if seat.served is not None and seat.served.done() else ""
-            _log.error("%s ended: %s; started again in %g s", seat.name, said or _told(code), pause_s)
-            await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             began = time.monotonic()
             try:

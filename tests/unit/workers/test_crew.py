@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 import pytest
 
+from sidecar.background import Background
 from sidecar.workers import crew, messages
 from sidecar.workers.crew import Crew, Seat, Standing
 
@@ -15,8 +17,17 @@ class Process:
     pid = 7
     killed = 0
 
+    def poll(self) -> int:
+        return -9
+
     def kill(self) -> None:
         self.killed += 1
+
+
+class Ears:
+    """Hears nothing."""
+
+    def closed(self, worker: int) -> None: ...
 
 
 def hung(standing: Standing, silent_s: float) -> int:
@@ -88,3 +99,31 @@ def test_names_of_ends() -> None:
     assert crew._told(3) == "exit code 3"
     assert crew._told(-9) == "SIGKILL"
     assert crew._told(-63) == "signal 63"
+
+
+def test_nobody_is_started_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that had died just before the signal, and whose pause is over after it."""
+    spawned = []
+    ears: Any = Ears()
+
+    async def scene() -> None:
+        one = Crew(Background(), ears, 1, 0, 1.0)
+        seat = one.seats[0]
+        process: Any = Process()
+        seat.process = process
+        seat.gone.set()
+
+        async def spawn(_self: Crew, seat: Seat) -> None:
+            spawned.append(seat.number)
+            raise OSError(0, "not here")
+
+        monkeypatch.setattr(Crew, "_spawn", spawn)
+        monkeypatch.setattr(crew, "FIRST_PAUSE_S", 0.05)
+        care = asyncio.ensure_future(one._care(seat))
+        await asyncio.sleep(0.02)
+        await one.drain(lambda: None)
+        await asyncio.sleep(0.1)
+        care.cancel()
+
+    asyncio.run(scene())
+    assert not spawned
