@@ -32,6 +32,8 @@ UNREADY_AFTER_S = 10.0
 """All of them may be late once, on a machine that is busy with something else."""
 SILENT_FOR_S = 20.0
 """A worker that has not answered for so long is ended: the kernel deals it connections for as long as it lives."""
+MISSED_TO_END = 3
+"""Questions in a row. The time alone says nothing where all of us were frozen: nobody had asked."""
 START_WITHIN_S = 60.0
 """It takes one on an idle core."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
@@ -94,6 +96,8 @@ class Seat:
     deaths: int = 0
     silences: int = 0
     """Times that it was asked and did not answer."""
+    missed: int = 0
+    """The same in a row, by this process."""
 
     @property
     def name(self) -> str:
@@ -160,13 +164,13 @@ class Crew:
             case messages.Serves():
                 assert seat.served is not None
                 if not message.problem:
-                    seat.standing, seat.answered_at = Standing.SERVING, time.monotonic()
+                    seat.standing, seat.answered_at, seat.missed = Standing.SERVING, time.monotonic(), 0
                 if not seat.served.done():
                     seat.served.set_result(message.problem)
                 if not message.problem:
                     self._ears.serves(seat.number)
             case messages.Report():
-                seat.totals, seat.answered_at = message.totals, time.monotonic()
+                seat.totals, seat.answered_at, seat.missed = message.totals, time.monotonic(), 0
                 if message.decisions:
                     seat.decisions = message.decisions
                 if seat.standing is Standing.SILENT:
@@ -259,7 +263,8 @@ class Crew:
             return
         silent_s = time.monotonic() - seat.answered_at
         unsent = seat.link.unsent_bytes if seat.link is not None else 0
-        if silent_s >= SILENT_FOR_S or unsent > MAX_UNSENT_BYTES:
+        is_hung = silent_s >= SILENT_FOR_S and seat.missed >= MISSED_TO_END
+        if is_hung or unsent > MAX_UNSENT_BYTES:
             _log.error("%s has not answered for %.0f s: ended", seat.name, silent_s)
             seat.process.kill()
 
@@ -281,6 +286,7 @@ class Crew:
             seat.decisions = b""
             if seat.standing is not Standing.DOWN:
                 seat.silences += 1
+                seat.missed += 1
                 seat.standing = Standing.SILENT
                 self._limited.warning(
                     f"silent {seat.number}",

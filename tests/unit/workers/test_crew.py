@@ -11,6 +11,7 @@ import pytest
 from sidecar.background import Background
 from sidecar.workers import crew, messages
 from sidecar.workers.crew import Crew, Seat, Standing
+from sidecar.workers.totals import Totals
 
 
 class Process:
@@ -30,25 +31,46 @@ class Ears:
     def closed(self, worker: int) -> None: ...
 
 
-def hung(standing: Standing, silent_s: float) -> int:
-    """How often a worker that last answered so long ago is ended."""
+def hung(standing: Standing, silent_s: float, missed: int) -> int:
+    """How often a worker that last answered so long ago, and not so many questions since, is ended."""
     process = Process()
-    seat = Seat(1, process=process, standing=standing, answered_at=time.monotonic() - silent_s)  # type: ignore[arg-type]
+    seat = Seat(1, process=process, standing=standing, missed=missed)  # type: ignore[arg-type]
+    seat.answered_at = time.monotonic() - silent_s
     Crew._end_if_hung(None, seat)  # type: ignore[arg-type]
     return process.killed
 
 
 @pytest.mark.parametrize(
-    ("standing", "silent_s", "ended"),
+    ("standing", "silent_s", "missed", "ended"),
     [
-        (Standing.SERVING, crew.SILENT_FOR_S + 1, 0),
-        (Standing.SILENT, crew.SILENT_FOR_S - 5, 0),
-        (Standing.SILENT, crew.SILENT_FOR_S + 1, 1),
-        (Standing.DOWN, crew.SILENT_FOR_S + 1, 0),
+        (Standing.SERVING, crew.SILENT_FOR_S + 1, 9, 0),
+        (Standing.SILENT, crew.SILENT_FOR_S - 5, 9, 0),
+        (Standing.SILENT, crew.SILENT_FOR_S + 1, crew.MISSED_TO_END, 1),
+        (Standing.SILENT, 3600, 1, 0),  # the whole container was frozen: the hub did not ask either
+        (Standing.DOWN, crew.SILENT_FOR_S + 1, 9, 0),
     ],
 )
-def test_only_who_is_silent_for_long_is_ended(standing: Standing, silent_s: float, ended: int) -> None:
-    assert hung(standing, silent_s) == ended
+def test_only_who_is_silent_for_long_is_ended(standing: Standing, silent_s: float, missed: int, ended: int) -> None:
+    assert hung(standing, silent_s, missed) == ended
+
+
+def test_questions_missed_in_a_row_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "ANSWER_WITHIN_S", 0.01)
+
+    async def scene() -> list[int]:
+        ears: Any = Ears()
+        link: Any = type("Link", (), {"send": lambda _self, _message: None})()
+        one = Crew(Background(), ears, 1, 0, 1.0)
+        seat = one.seats[0]
+        seat.link, seat.standing = link, Standing.SERVING
+        counts = []
+        for _ in range(2):
+            await one.ask(decisions=False)
+            counts.append(seat.missed)
+        one._heard(seat, messages.Report(0, Totals(), b""))
+        return [*counts, seat.missed]
+
+    assert asyncio.run(scene()) == [1, 2, 0]
 
 
 def test_one_that_reads_nothing_is_ended_before_its_messages_fill_memory() -> None:
