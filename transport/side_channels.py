@@ -90,10 +90,10 @@ class SideChannels:
         channel = self.prober.add(endpoint, ranks)
         if channel is None:
             return False
-        if self._relayed and endpoint not in self._relays:
+        if self._relayed:
             try:
-                self._relays[endpoint] = self._listen(channel)
-            except OSError as error:
+                self._front(channel)
+            except OSError as error:  # the next handoff may have more luck
                 logger.error("side channel %s: no relay address: %s", endpoint, error)
         return True
 
@@ -186,13 +186,23 @@ class SideChannels:
     def _where(self, channel: Channel) -> Address | Away:
         if not self._relayed:
             return Address(*channel.endpoint)
-        front = self._relays.get(channel.endpoint)
-        return Address(*front.address) if front is not None else _NO_RELAY
+        if self.prober.channels.get(channel.endpoint) is not channel:  # removed while it was asked
+            return _NOT_WATCHED
+        try:
+            return Address(*self._front(channel).address)
+        except OSError:
+            return _NO_RELAY
 
-    def _listen(self, channel: Channel) -> relay.Relay:
-        taken = {front.address[0] for front in self._relays.values()}
-        sock = relay.bind(str(channel.endpoint), taken, self._network, self._port)
-        return relay.Relay(channel, sock, on_outcome=self._count, live_timeout_seconds=self._live_timeout_seconds)
+    def _front(self, channel: Channel) -> relay.Relay:
+        """Its relay. Raises OSError if there is none yet and none can be had."""
+        front = self._relays.get(channel.endpoint)
+        if front is None:
+            taken = {front.address[0] for front in self._relays.values()}
+            sock = relay.bind(str(channel.endpoint), taken, self._network, self._port)
+            front = self._relays[channel.endpoint] = relay.Relay(
+                channel, sock, on_outcome=self._count, live_timeout_seconds=self._live_timeout_seconds
+            )
+        return front
 
     def _count(self, outcome: relay.Outcome, seconds: float) -> None:
         self.handshakes[outcome] += 1
