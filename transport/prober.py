@@ -241,8 +241,8 @@ class Prober:
         self._remembered_bytes_max = remembered_bytes_max
         self._slots = asyncio.Semaphore(FETCHES_AT_ONCE_MAX)
 
-    def set_local(self, endpoint: Endpoint, ranks: Ranks) -> Channel:
-        """The local engine's side channel, once. Its sizes are known from configuration."""
+    def set_local(self, endpoint: Endpoint, ranks: Ranks | None) -> Channel:
+        """The local engine's side channel, once. `ranks`: its sizes, where configuration tells them."""
         assert self.local is None
         self.local = Channel(endpoint, ranks)
         self._start(self.local)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from transport import relay
 from transport.compatibility import Incompatible, check_engine_id
-from transport.handshake import ONE, RANKS_MAX, Ranks
+from transport.handshake import RANKS_MAX, Ranks
 from transport.prober import (
     LIVE_TIMEOUT_SECONDS,
     NOT_ASKED,
@@ -47,16 +47,17 @@ class SideChannels:
     """Made and closed on the running loop.
 
     `local`: the local (decode) engine's own side channel, for the comparison; None leaves endpoints unchecked.
-    `local_ranks`: its tensor- and pipeline-parallel sizes. `relayed` False: `relay_address` gives the endpoint's
-    own address. `on_state(endpoint, state)`: at every change. `on_handshake(outcome, seconds)`: for every question
-    that the decode engine asked, and every offence against a relay's port (labels: `transport.relay.Outcome`).
+    `local_ranks`: its tensor- and pipeline-parallel sizes, None where nobody tells them: what depends on them is
+    left for the engine to find out. `relayed` False: `relay_address` gives the endpoint's own address.
+    `on_state(endpoint, state)`: at every change. `on_handshake(outcome, seconds)`: for every question that the
+    decode engine asked, and every offence against a relay's port (labels: `transport.relay.Outcome`).
     """
 
     def __init__(
         self,
         *,
         local: Endpoint | None = None,
-        local_ranks: Ranks = ONE,
+        local_ranks: Ranks | None = None,
         relayed: bool = True,
         network: str = relay.NETWORK,
         port: int = relay.PORT,

@@ -356,6 +356,39 @@ def test_sizes_that_do_not_fit_are_refused_when_the_first_handoff_names_them() -
 
 
 @pytest.mark.parametrize(
+    ("options", "there"),
+    [
+        ({"block_lens": [2048, 2048], "block_strides": [2048, 2048]}, "tensor-parallel size 1, 2 here"),
+        (
+            {
+                "kv_caches_base_addr": [1],
+                "block_lens": [4096],
+                "block_strides": [4096],
+                "region_names": ["layer.0"],
+            },
+            "pipeline-parallel size 1, 2 here",
+        ),
+    ],
+    ids=["tp", "pp"],
+)
+def test_a_local_engine_that_is_split_otherwise_is_not_taken_for_one_that_is_not(
+    options: dict[str, Any], there: str
+) -> None:
+    """Nobody tells its sizes: what its first rank holds is not held against an engine with other sizes."""
+
+    async def main() -> None:
+        async with watching(prefill.endpoint, local=local.endpoint) as channels:
+            await until(lambda: isinstance(channels.local_state, Known))
+            assert isinstance(await channels.relay_address(prefill.endpoint, engine_id="P"), Address), there
+            state = channels.state(prefill.endpoint)
+            assert isinstance(state, Known)
+            assert state.checked
+
+    with Listener("D", ranks=2, **options) as local, Listener("P") as prefill:
+        run(main())
+
+
+@pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("garbage", [b"HTTP/1.1 400 Bad Request\r\n\r\n"]),
