@@ -5,7 +5,7 @@ import contextlib
 import aiohttp
 
 from sidecar.prefill.endpoints import Endpoint
-from sidecar.prefill.probe import Access, EngineProbe
+from sidecar.prefill.probe import Access, Answer, EngineProbe
 from sidecar.settings import Settings
 from sidecar.tls import Tls
 
@@ -22,7 +22,7 @@ class Calls:
 
     def open(self) -> None:
         """On the running loop, before anything else is asked of it."""
-        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), response_class=Answer)
         if self._settings.model_server_uds:
             connector = aiohttp.UnixConnector(self._settings.model_server_uds)
             self._uds_session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())

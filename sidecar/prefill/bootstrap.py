@@ -19,6 +19,7 @@ from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.connectors.mooncake import from_engine
 from sidecar.prefill.address import Address
 from sidecar.prefill.endpoints import MAX_DISCOVERED, MAX_ENDPOINTS, Endpoint
+from sidecar.prefill.probe import body_of
 
 _log = logging.getLogger("sidecar")
 
@@ -93,11 +94,9 @@ class BootstrapGate:
             ) as response:
                 if response.status != 200:
                     return f"/query says {response.status}"
-                body = bytearray()
-                async for piece in response.content.iter_any():
-                    body += piece
-                    if len(body) > MAX_ANSWER_BYTES:
-                        return "/query answers with more than a megabyte"
+                body = await body_of(response, MAX_ANSWER_BYTES)
+                if body is None:
+                    return "/query answers with more than a megabyte"
             entries = _decode(body)
         except TimeoutError:
             return f"/query does not answer within {self._timeout.total:g} s"

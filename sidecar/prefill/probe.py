@@ -56,6 +56,29 @@ class Access:
 PLAIN = Access()
 
 
+class Answer(aiohttp.ClientResponse):
+    """Tells who gave it even when it has been read, and its connection is another's."""
+
+    peer_host = ""
+    """IP address."""
+
+    async def start(self, connection: aiohttp.connector.Connection) -> aiohttp.ClientResponse:
+        peer = connection.transport.get_extra_info("peername") if connection.transport is not None else None
+        if isinstance(peer, tuple):
+            self.peer_host = str(peer[0]).partition("%")[0]
+        return await super().start(connection)
+
+
+async def body_of(response: aiohttp.ClientResponse, most_bytes: int) -> bytearray | None:
+    """The whole body, None if it is larger: it is left unread then. Raises what aiohttp raises."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > most_bytes:
+            return None
+    return body
+
+
 class EngineProbe:
     """Calls to one engine. `base_url` without a path."""
 
@@ -131,14 +154,7 @@ class EngineProbe:
                 allow_redirects=False,
                 **self._access.options(**headers),
             ) as response:
-                if response.status != 200:
-                    return None
-                body = bytearray()
-                async for piece in response.content.iter_any():
-                    body += piece
-                    if len(body) > most_bytes:
-                        return None
-                return body
+                return await body_of(response, most_bytes) if response.status == 200 else None
         except (TimeoutError, aiohttp.ClientError, OSError):
             return None
 

@@ -19,7 +19,7 @@ import msgspec
 from sidecar.connectors import Connector
 from sidecar.connectors.connector import Handoff, PrefillAnswer, Rejection, Source
 from sidecar.prefill.endpoints import Endpoint, Endpoints
-from sidecar.prefill.probe import PLAIN, Access
+from sidecar.prefill.probe import PLAIN, Access, body_of
 
 _log = logging.getLogger("sidecar")
 
@@ -29,6 +29,8 @@ TRIAL_EVERY_S = 30.0
 """How often an endpoint whose side channel is dead is asked for a handoff; the first time at once."""
 MAX_ATTEMPTS = 3
 MAX_REMEMBERED = 4096
+MAX_ANSWER_BYTES = 1 << 20
+"""Of one token."""
 PROMPT_TOKENS = 8
 """Token ids that every vocabulary has. Less than a block is enough: the engine pulls the block all the same."""
 
@@ -143,14 +145,15 @@ class WarmUp:
         async with self._post(self._session, self._prefill_access, url, body, params) as response:
             if response.status != 200:
                 return "prefill_failed"
-            answer = await response.read()
-            connection = response.connection
-            peer = connection.transport.get_extra_info("peername") if connection and connection.transport else None
+            answer = await body_of(response, MAX_ANSWER_BYTES)
+            peer_host = getattr(response, "peer_host", "")
+        if answer is None:
+            return "prefill_failed"
         try:
             parsed = _decode(answer)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return "no_handoff"
-        hosts = endpoint.hosts | ({str(peer[0])} if peer else set())
+        hosts = endpoint.hosts | ({peer_host} - {""})
         handoff = self._connector.read(parsed, Source(hosts, endpoint.facts, self._engine_block_size()))
         if isinstance(handoff, Rejection) or handoff.empty:
             return "no_handoff"
@@ -163,8 +166,8 @@ class WarmUp:
             url = engine_url + "/v1/completions"
             decode = self._post(self._engine_session, self._engine_access, url, body, result.params)
             async with decode as response:
-                await response.read()
-                return "warm" if response.status == 200 else "decode_failed"
+                answer = await body_of(response, MAX_ANSWER_BYTES)
+                return "warm" if response.status == 200 and answer is not None else "decode_failed"
         except (TimeoutError, aiohttp.ClientError, OSError):
             return "decode_failed"
 

@@ -33,10 +33,11 @@ def started(prefill: ThreadedEngine, decode: ThreadedEngine) -> Iterator[Started
     """A sidecar that knows where the side channels are."""
     with ExitStack() as stack:
 
-        def start(*flags: str, ready: str = "/readyz") -> Sidecar:
+        def start(*flags: str, ready: str = "/readyz", address: str = "") -> Sidecar:
             sidecar = Sidecar(
                 *("--model-server-port", str(decode.port), "--disagg", "on", "--warm-up", "on"),
-                *("--prefill", prefill.address, "--prefill-side-channel-port", str(prefill.side_channel_port)),
+                *("--prefill", address or prefill.address),
+                *("--prefill-side-channel-port", str(prefill.side_channel_port)),
                 *("--local-side-channel", f"127.0.0.1:{decode.side_channel_port}"),
                 *flags,
                 ready=ready,
@@ -63,6 +64,12 @@ def test_engines_have_met_when_the_sidecar_is_ready(
     assert sidecar.decisions() == []
     assert sidecar.ask("POST", COMPLETIONS, completion()).decision.startswith("remote")
     assert decode.handshakes_tried == 1
+
+
+def test_endpoint_known_by_name(started: Started, prefill: ThreadedEngine) -> None:
+    """Its handoffs name the address behind the name, as the connection does."""
+    sidecar = started(address=f"localhost:{prefill.port}")
+    assert sidecar.metrics()("warmups_total", outcome="warm") == 1
 
 
 def test_once_for_each_engine(started: Started, prefill: ThreadedEngine, decode: ThreadedEngine) -> None:

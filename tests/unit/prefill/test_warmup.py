@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Self
 
 import aiohttp
@@ -23,20 +23,36 @@ GOOD = answer(params(remote_block_ids=[[7]]), prompt_tokens=PROMPT_TOKENS)
 class Response:
     """What an engine answers, as an aiohttp response."""
 
-    connection = None
+    peer_host = ""
 
     def __init__(self, status: int, body: bytes) -> None:
         self.status = status
         self.body = body
+        self.content = self
 
-    async def read(self) -> bytes:
-        return self.body
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        yield self.body
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         return None
+
+
+class Flood(Response):
+    """An answer that never ends."""
+
+    given = 0
+
+    def __init__(self) -> None:
+        super().__init__(200, b" " * 65536)
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        while True:
+            self.given += len(self.body)
+            assert self.given < 64 << 20, "it is all read"
+            yield self.body
 
 
 class World:
@@ -126,7 +142,9 @@ def test_one_request_through_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
         ("no_handoff", {"prefill": Response(200, answer(params(remote_host="127.0.0.1")))}),
         ("no_handoff", {"prefill": Response(200, answer(params(remote_block_ids=[[]]), prompt_tokens=8))}),
         ("not_admitted", {"rejection": Rejection("incompatible", "x")}),
+        ("prefill_failed", {"prefill": Flood()}),
         ("decode_failed", {"decode": Response(500, b"")}),
+        ("decode_failed", {"decode": Flood()}),
         ("decode_failed", {"decode": TimeoutError()}),
         ("decode_failed", {"decode": OSError()}),
     ],
