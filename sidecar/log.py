@@ -14,6 +14,20 @@ REPEAT_AFTER_S = 10.0
 MAX_CAUSES = 1024
 
 
+_ESCAPED = {
+    code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
+}
+
+
+class TextFormatter(logging.Formatter):
+    """A line for each message, whatever a peer has put into it. (An exception is ours, and has several.)"""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 logging's
+        record.message = record.message.translate(_ESCAPED)
+        return super().formatMessage(record)
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per line. `own`: members of this process's lines besides."""
 
@@ -40,7 +54,7 @@ def configure(log_format: str, level: str, worker: int = 0) -> None:
     formatter = (
         JsonFormatter({"worker": worker} if worker else {})
         if log_format == "json"
-        else logging.Formatter(f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {who}%(message)s", "%Y-%m-%dT%H:%M:%S")
+        else TextFormatter(f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {who}%(message)s", "%Y-%m-%dT%H:%M:%S")
     )
     formatter.converter = time.gmtime
     handler = logging.StreamHandler(sys.stderr)

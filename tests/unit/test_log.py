@@ -25,6 +25,16 @@ def test_json_lines() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", content["time"])
 
 
+def test_nobody_writes_lines_of_his_own(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a peer says of itself (its attention backend, say) may stand in a line, not end it."""
+    log.configure("text", "info")
+    backend = "FLASH\n2026-11-30T00:00:00.000Z ERROR   all is lost\r\x1b[2J\x85\u2028é"
+    logging.getLogger("sidecar").warning("%s here", backend)
+    _, err = capsys.readouterr()
+    assert len(err.splitlines()) == 1
+    assert err.endswith(r"FLASH\x0a2026-11-30T00:00:00.000Z ERROR   all is lost\x0d\x1b[2J\x85\u2028é here" + "\n")
+
+
 def test_json_lines_of_exceptions() -> None:
     try:
         raise ValueError("bad")
