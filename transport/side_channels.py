@@ -14,6 +14,7 @@ from transport import relay
 from transport.compatibility import Incompatible, check_engine_id
 from transport.handshake import RANKS_MAX, Ranks
 from transport.prober import (
+    ENDPOINTS_MAX,
     LIVE_TIMEOUT_SECONDS,
     NOT_ASKED,
     REFRESH_SECONDS,
@@ -29,7 +30,11 @@ logger = logging.getLogger(__name__)
 
 ALIVE_TIMEOUT_SECONDS: Final = LIVE_TIMEOUT_SECONDS
 
-_NOT_WATCHED: Final = Away("unknown", "this endpoint is not watched", "add it")
+_NOT_WATCHED: Final = Away(
+    "unknown",
+    f"it is not watched: {ENDPOINTS_MAX} others are, or it has just left",
+    "narrow --discovery down if this lasts",
+)
 
 _NO_RELAY: Final = Away(
     "relay", "no loopback address could be bound for its relay", "free the relay port or choose another network"

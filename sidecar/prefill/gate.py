@@ -166,13 +166,14 @@ class Gate:
     # -- which side channels are watched --
 
     def _watch(self, endpoint: Endpoint, side: SideChannel, *, certain: bool) -> None:
+        assert self._channels is not None
         known = endpoint.side_channels.get(side)
         if known is certain or known:
+            self._channels.add(side)  # there may have been no room for it before
             return
         if certain and known is None:
             self._make_room(endpoint)
         endpoint.side_channels[side] = certain
-        assert self._channels is not None
         sharers = self._endpoints.setdefault(side, {})
         if not sharers:
             self._channels.add(side)

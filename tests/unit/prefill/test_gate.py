@@ -33,10 +33,13 @@ class Channels:
         self.states: dict[SideChannel, State] = {}
         self.added: list[SideChannel] = []
         self.asked = 0
+        self.is_full = False
         self.after_asking: State | Exception | None = None
         self.gate: Gate | None = None
 
     def add(self, side: SideChannel) -> bool:
+        if self.is_full and side not in self.states:
+            return False
         self.states.setdefault(side, NOT_ASKED)
         self.added.append(side)
         return True
@@ -321,5 +324,18 @@ def test_forgetting_one_engine_of_a_host_leaves_the_other() -> None:
         assert isinstance(await world.admit(first, 5600), Handoff)
         world.gate.forget(first)
         assert world.channels.states == {}
+
+    run(main)
+
+
+def test_a_side_channel_that_found_no_room_is_watched_when_there_is_some() -> None:
+    async def main(world: World) -> None:
+        world.channels.is_full = True
+        endpoint = world.endpoint()
+        assert isinstance(await world.admit(endpoint), Rejection)
+        world.channels.is_full = False
+        world.channels.after_asking = ALIVE
+        assert isinstance(await world.admit(endpoint), Handoff)
+        assert endpoint.blocked == ""
 
     run(main)
