@@ -256,7 +256,8 @@ class Ledger:
             self._send(worker, messages.Elsewhere(place, in_flight - own.in_flight, tokens - own.tokens))
 
     def decode_used(self, worker: int, use: messages.DecodeUse) -> None:
-        self._accounts[worker].decode = use.ranks
+        not_open = self._ranks - len(use.ranks)
+        self._accounts[worker].decode = [*use.ranks, *[messages.RankUse()] * not_open]
         self._tell_decode(but=worker)
 
     def _tell_decode(self, *, but: int = 0) -> None:

@@ -341,3 +341,25 @@ def test_workers_know_which_adapters_an_endpoint_has() -> None:
         assert side.replica.adapters == {"french"}
         assert [side.at(place).models.fresh(world.clock) for place in PLACES] == [served, served]
         assert [side.at(place).has_place("french", world.clock) for place in PLACES] == [False, True]
+
+
+def test_worker_whose_ranks_are_not_all_open() -> None:
+    """It may have a request at the first rank before the second one listens; nobody stumbles over that."""
+    told: list[tuple[int, msgspec.Struct]] = []
+    world = World()
+    ledger = Ledger(world.endpoints, lambda *one: told.append(one), lambda: 0.0, 2, lambda _endpoint: None)
+    for worker in (1, 2):
+        ledger.opened(worker)
+    ledger.decode_used(2, messages.DecodeUse([messages.RankUse(), messages.RankUse(3)]))
+    told.clear()
+    ledger.decode_used(1, messages.DecodeUse([messages.RankUse(5)]))
+    ledger.closed(2)
+    (*_, last) = told
+    assert last == (1, messages.DecodeElsewhere([messages.RankUse(), messages.RankUse()]))
+    ledger.opened(3)
+    told.clear()
+    ledger.serves(3)
+    assert told == [
+        (1, messages.DecodeElsewhere([messages.RankUse(), messages.RankUse()])),
+        (3, messages.DecodeElsewhere([messages.RankUse(5), messages.RankUse()])),
+    ]
