@@ -6,6 +6,7 @@ new connections get it. A pair that is half written or does not match therefore 
 
 import asyncio
 import logging
+import os
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,12 @@ ALPN = "http/1.1"
 
 
 class BadTls(Exception):
-    """What is wrong with the files, in one line."""
+    """What is wrong with the files, in one line: the flag that names them, the path, and what is wanted."""
+
+
+PAIR = "DIR holds tls.crt and tls.key in PEM, as a Secret of type kubernetes.io/tls is mounted"
+AUTHORITIES = "a PEM file with the certificates of the authorities is wanted"
+KEY = "a file with one word of visible ASCII is wanted, the key"
 
 
 # -- contexts ------------------------------------------------------------------------------------------------
@@ -80,9 +86,9 @@ def server_context(cert: Path, key: Path, client_ca: Path | None) -> ServerConte
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.sslobject_class = _Handshake
     context.set_alpn_protocols([ALPN])
-    _show(context, cert, key)
+    _show(context, "--cert-path", cert, key)
     if client_ca is not None:
-        _trust(context, client_ca)
+        _trust(context, "--client-ca", client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -99,51 +105,70 @@ def client_context(ca: Path | None, *, verify: bool, own: tuple[Path, Path] | No
     elif ca is None:
         context.load_default_certs()
     else:
-        _trust(context, ca)
+        _trust(context, "--tls-ca", ca)
     if own is not None:
-        _show(context, *own)
+        _show(context, "--tls-client-cert", *own)
     return context
 
 
-def _show(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+def _show(context: ssl.SSLContext, flag: str, cert: Path, key: Path) -> None:
+    for path in (cert, key):
+        _read(flag, path, PAIR)  # OpenSSL does not say which of the two it could not read
     try:
         context.load_cert_chain(cert, key, password=_no_password)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise BadTls(f"{key} is not the key of {cert}") from None
-        raise BadTls(f"{cert} and {key}: no PEM pair ({describe(error)})") from None
+            raise BadTls(f"{flag}: {key} is not the key of {cert}; put the two of one Secret there") from None
+        raise BadTls(f"{flag}: {cert} and {key}: no PEM pair ({describe(error)}); {PAIR}") from None
     except (OSError, ValueError) as error:
-        raise BadTls(f"{cert} and {key}: {getattr(error, 'strerror', None) or error}") from None
+        raise BadTls(f"{flag}: {cert} and {key}: {getattr(error, 'strerror', None) or error}; {PAIR}") from None
 
 
-def _trust(context: ssl.SSLContext, ca: Path) -> None:
+def _trust(context: ssl.SSLContext, flag: str, ca: Path) -> None:
     context.verify_flags |= (
         ssl.VERIFY_X509_PARTIAL_CHAIN
     )  # an intermediate that the file names is trusted by itself
+    _read(flag, ca, AUTHORITIES)
     try:
         context.load_verify_locations(cafile=ca)
     except ssl.SSLError as error:
-        raise BadTls(f"{ca}: no PEM certificates ({describe(error)})") from None
+        raise BadTls(f"{flag}: {ca}: no PEM certificates ({describe(error)}); {AUTHORITIES}") from None
     except OSError as error:
-        raise BadTls(f"{ca}: {error.strerror}") from None
+        raise BadTls(f"{flag}: {ca}: {error.strerror}; {AUTHORITIES}") from None
+
+
+def _read(flag: str, path: Path, wanted: str) -> bytes:
+    """Raises `BadTls`, which says what is `wanted` there, or who may not read it."""
+    try:
+        return path.read_bytes()
+    except PermissionError as error:
+        advice = f"this process is user {os.getuid()}: let it read that (a pod's fsGroup, a Secret's defaultMode)"
+        raise BadTls(f"{flag}: {path}: {error.strerror}; {advice}") from None
+    except OSError as error:
+        raise BadTls(f"{flag}: {path}: {error.strerror}; {wanted}") from None
 
 
 def _no_password() -> str:
     raise ValueError("the key is encrypted, and nobody could enter its password")
 
 
-def _check_dates(cert: Path) -> float:
+def _check_dates(flag: str, cert: Path) -> float:
     """When the certificate ends, as Unix time. Raises `BadTls` if that is past or it has not begun."""
     try:
-        begins, ends = validity(ssl.PEM_cert_to_DER_cert(_first_pem(cert.read_text(encoding="ascii"))))
-    except (OSError, ValueError, IndexError) as error:
-        raise BadTls(f"{cert}: {getattr(error, 'strerror', None) or 'no PEM certificate'}") from None
+        text = _read(flag, cert, PAIR).decode("ascii")
+        begins, ends = validity(ssl.PEM_cert_to_DER_cert(_first_pem(text)))
+    except (ValueError, IndexError):
+        raise BadTls(f"{flag}: {cert}: no PEM certificate; {PAIR}") from None
     now = time.time()
     if now > ends:
-        raise BadTls(f"{cert} expired at {datetime.fromtimestamp(ends, UTC):%Y-%m-%dT%H:%M:%SZ}")
+        raise BadTls(f"{flag}: {cert} expired at {_written(ends)}; renew it")
     if now < begins:
-        raise BadTls(f"{cert} is not valid before {datetime.fromtimestamp(begins, UTC):%Y-%m-%dT%H:%M:%SZ}")
+        raise BadTls(f"{flag}: {cert} is not valid before {_written(begins)}; is the clock right?")
     return ends
+
+
+def _written(at: float) -> str:
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _first_pem(text: str) -> str:
@@ -209,7 +234,7 @@ class Renewable(ssl.SSLContext):
         return self._newest.wrap_bio(*args, **options)
 
     def _contents(self) -> list[bytes]:
-        return [path.read_bytes() if path.is_file() else b"" for path in self._files]
+        return [_content(path) for path in self._files]
 
     def look(self) -> None:
         """Takes changed files over. What counts is the content: secrets are swapped by a symbolic link, and a
@@ -226,6 +251,14 @@ class Renewable(ssl.SSLContext):
             _log.info("%s: changed, new connections use the new one", self._what)
 
 
+def _content(path: Path) -> bytes:
+    """b"" for what cannot be read: why, is said by whoever makes something of it."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
 class KeyFile:
     """A bearer key that is read again when its file changes; "" without a file. Never shown."""
 
@@ -234,29 +267,26 @@ class KeyFile:
         self._flag = flag
         self._path = Path(path) if path else None
         self._problem = ""
-        self.key = _key(self._path) if self._path is not None else ""
+        self.key = _key(flag, self._path) if self._path is not None else ""
 
     def look(self) -> None:
         if self._path is None:
             return
         try:
-            self.key = _key(self._path)
+            self.key = _key(self._flag, self._path)
         except BadTls as error:
             if str(error) != self._problem:
-                _log.error("%s: changed, and not taken over: %s; the old key stays", self._flag, error)
+                _log.error("key file changed, and not taken over: %s; the old key stays", error)
             self._problem = str(error)
         else:
             self._problem = ""
 
 
-def _key(path: Path) -> str:
+def _key(flag: str, path: Path) -> str:
     """Raises `BadTls`, which never holds the content."""
-    try:
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise BadTls(f"{path}: {error.strerror}") from None
+    key = _read(flag, path, KEY).strip()
     if not key or not key.isascii() or any(byte <= 0x20 or byte == 0x7F for byte in key):
-        raise BadTls(f"{path}: holds no key: one word of visible ASCII is wanted")
+        raise BadTls(f"{flag}: {path}: holds no key; {KEY}")
     return key.decode("ascii")
 
 
@@ -292,7 +322,7 @@ class Tls:
         def make() -> ssl.SSLContext:
             context = server_context(cert, key, client_ca)
             context.told = self._told
-            self.serving_ends = _check_dates(cert)
+            self.serving_ends = _check_dates("--cert-path", cert)
             return context
 
         files = [cert, key] + ([client_ca] if client_ca is not None else [])
@@ -331,7 +361,7 @@ def _towards(role: str, settings: Settings) -> Renewable | None:
 
     def make() -> ssl.SSLContext:
         if own is not None:
-            _check_dates(own[0])
+            _check_dates("--tls-client-cert", own[0])
         return client_context(ca, verify=verify, own=own)
 
     files = [*([ca] if ca else []), *(own or ())]

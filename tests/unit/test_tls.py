@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import ssl
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,6 +43,15 @@ def _without(name: str) -> Prepare:
     return prepare
 
 
+def _folder(name: str) -> Prepare:
+    def prepare(folder: Path) -> list[str]:
+        flags = _without(name)(folder)
+        (folder / name).mkdir()
+        return flags
+
+    return prepare
+
+
 def _with(name: str, content: bytes, *flags: str) -> Prepare:
     def prepare(folder: Path) -> list[str]:
         GOOD.write(folder)
@@ -57,38 +67,55 @@ def _issued(begins: timedelta, ends: timedelta) -> Prepare:
 
 MISTAKES: dict[str, tuple[Prepare, str]] = {
     "no folder named": (lambda _: ["--secure-serving", "on"], "--cert-path"),
-    "folder is empty": (serving, "tls.crt"),
-    "no key": (_without("tls.key"), "No such file"),
-    "no certificate": (_without("tls.crt"), "No such file"),
-    "key of another": (_mismatch, "is not the key of"),
-    "no PEM": (_with("tls.crt", b"nonsense"), "no PEM pair"),
+    "folder is empty": (serving, "--cert-path: DIR/tls.crt: No such file"),
+    "no key": (_without("tls.key"), "--cert-path: DIR/tls.key: No such file"),
+    "no certificate": (_without("tls.crt"), "--cert-path: DIR/tls.crt: No such file"),
+    "a folder in place of a key": (_folder("tls.key"), "--cert-path: DIR/tls.key: Is a directory"),
+    "key of another": (_mismatch, "--cert-path: DIR/tls.key is not the key of DIR/tls.crt; "),
+    "no PEM": (_with("tls.crt", b"nonsense"), "--cert-path: DIR/tls.crt and DIR/tls.key: no PEM pair"),
     "half a certificate": (_with("tls.crt", GOOD.cert_pem[:200]), "no PEM pair"),
     "half a key": (_with("tls.key", GOOD.key_pem[:60]), "no PEM pair"),
     "encrypted key": (_with("tls.key", GOOD.encrypted_key_pem), "encrypted"),
-    "expired": (_issued(-2 * DAY, -DAY), "expired at "),
+    "expired": (_issued(-2 * DAY, -DAY), "--cert-path: DIR/tls.crt expired at "),
     "not yet valid": (_issued(DAY, 2 * DAY), "not valid before "),
-    "no client CA": (_with("x", b"", "--client-ca", "DIR/nowhere"), "nowhere: No such file"),
-    "garbage client CA": (_with("ca", b"x", "--client-ca", "DIR/ca"), "no PEM certificates"),
+    "no client CA": (_with("x", b"", "--client-ca", "DIR/nowhere"), "--client-ca: DIR/nowhere: No such file"),
+    "garbage client CA": (_with("ca", b"x", "--client-ca", "DIR/ca"), "--client-ca: DIR/ca: no PEM certificates"),
     "certificate without TLS": (lambda f: ["--cert-path", str(f)], "--secure-serving on"),
     "client CA without TLS": (lambda _: ["--client-ca", "x"], "--secure-serving on"),
-    "no engine CA": (lambda f: ["--enable-tls", "prefiller", "--tls-ca", f"{f}/none"], "No such file"),
+    "no engine CA": (
+        lambda f: ["--enable-tls", "prefiller", "--tls-ca", f"{f}/none"],
+        "--tls-ca: DIR/none: No such file",
+    ),
     "engine CA without TLS": (lambda f: ["--tls-ca", f"{f}/none"], "--enable-tls"),
     "own certificate without TLS": (lambda f: ["--tls-client-cert", str(f)], "--enable-tls"),
-    "no own certificate": (lambda f: ["--enable-tls", "decoder", "--tls-client-cert", str(f)], "No such file"),
+    "no own certificate": (
+        lambda f: ["--enable-tls", "decoder", "--tls-client-cert", str(f)],
+        "--tls-client-cert: DIR/tls.crt: No such file",
+    ),
     "own certificate expired": (
         lambda f: [
             *("--enable-tls", "decoder", "--tls-client-cert"),
             str(CA.issue("x", begins=-2 * DAY, ends=-DAY).write(f)),
         ],
-        "expired at",
+        "--tls-client-cert: DIR/tls.crt expired at",
     ),
     "no check without TLS": (
         lambda _: ["--enable-tls", "decoder", "--tls-insecure-skip-verify", "prefiller"],
         "--enable-tls prefiller",
     ),
     "TLS on a Unix socket": (lambda _: ["--enable-tls", "decoder", "--model-server-uds", "/x"], "uds"),
-    "no token file": (lambda f: ["--probe-token-file", f"{f}/none"], "No such file"),
-    "empty token file": (lambda f: [*_with("token", b" \n")(f), "--probe-token-file", f"{f}/token"], "no key"),
+    "no token file": (
+        lambda f: ["--probe-token-file", f"{f}/none"],
+        "--probe-token-file: DIR/none: No such file",
+    ),
+    "no admin token file": (
+        lambda f: ["--admin-token-file", f"{f}/none"],
+        "--admin-token-file: DIR/none: No such file",
+    ),
+    "empty token file": (
+        lambda f: [*_with("token", b" \n")(f), "--probe-token-file", f"{f}/token"],
+        "--probe-token-file: DIR/token: holds no key",
+    ),
     "two words of a token": (
         lambda f: [*_with("token", b"hidden words")(f), "--probe-token-file", f"{f}/token"],
         "no key",
@@ -106,8 +133,36 @@ def test_mistakes_of_files_end_the_start(
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
-    assert hint in err
+    assert hint.replace("DIR", str(tmp_path)) in err
     assert "hidden" not in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [
+        (("--secure-serving", "on", "--cert-path", "DIR"), "--cert-path"),
+        (("--enable-tls", "decoder", "--tls-ca", "DIR/tls.crt"), "--tls-ca"),
+        (("--admin-token-file", "DIR/tls.key"), "--admin-token-file"),
+    ],
+)
+def test_a_file_that_others_may_read(
+    flags: tuple[str, ...],
+    flag: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The usual cause in a pod that runs as a user of its own: a Secret with mode 0400."""
+    GOOD.write(tmp_path)
+
+    def refused(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    assert main(["check-config", *(one.replace("DIR", str(tmp_path)) for one in flags)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pd-sidecar: {flag}: {tmp_path}/tls.")
+    assert f"Permission denied; this process is user {os.getuid()}" in line
 
 
 def test_what_is_right_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,6 +266,23 @@ def test_what_cannot_serve_changes_nothing(
     OTHER.write(tmp_path)
     context.look()
     assert shown(context, CA.client_context()) == OTHER.serial
+
+
+def test_a_file_that_becomes_unreadable_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = made(GOOD.write(tmp_path))
+
+    def refused(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", refused)
+        for _ in range(3):
+            context.look()
+    (record,) = caplog.records
+    assert f"--cert-path: {tmp_path}/tls.crt: Permission denied" in record.getMessage()
+    assert shown(context, CA.client_context()) == GOOD.serial
 
 
 def test_key_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
