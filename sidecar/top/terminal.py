@@ -11,11 +11,11 @@ import tty
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import ProxyHandler, build_opener
 
+from sidecar.asking import NoAnswer, Page, get
 from sidecar.top.frame import frame
-from sidecar.top.sample import Change, Sample
+from sidecar.top.sample import PREFIX, Change, Sample
 
 LOOK_EVERY_S = 1.0
 LOOK_BACK_S = 10.0
@@ -24,6 +24,9 @@ TIMEOUT_S = 2.0
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
+
+_WANTED = "the admin port of a sidecar is wanted (--metrics-port, 9090 as a rule; no path)"
+_ANSWERS = frozenset({200, 503})  # 503: not ready, and why
 
 _open = build_opener(ProxyHandler({})).open  # an admin port is not behind a proxy
 
@@ -60,30 +63,33 @@ def look(url: str, token_file: str) -> Sample:
         try:
             headers["authorization"] = f"Bearer {Path(token_file).read_text(encoding='ascii').strip()}"
         except (OSError, UnicodeDecodeError) as error:
-            raise Unreachable(f"{token_file}: {getattr(error, 'strerror', None) or 'no key'}") from None
-    metrics = _get(f"{url}/metrics", headers)[1]
-    mode = _get(f"{url}/disagg", headers)[1].strip()
-    status, ready = _get(f"{url}/readyz", headers)
+            found = getattr(error, "strerror", None) or "no ASCII"
+            wanted = "the sidecar's --admin-token-file is wanted"
+            raise Unreachable(f"--token-file {token_file}: {found}; {wanted}") from None
+    metrics = _get(f"{url}/metrics", headers)
+    if PREFIX.encode() not in metrics.body:
+        raise Unreachable(f"{url}/metrics: found {metrics.media_type} without {PREFIX}; {_WANTED}")
+    mode = _text(_get(f"{url}/disagg", headers))
+    ready = _get(f"{url}/readyz", headers)
     try:
-        return Sample.read(time.time(), metrics, mode, "" if status == 200 else ready.strip())
-    except ValueError:
-        raise Unreachable(f"{url}/metrics: that is no exposition of metrics") from None
-
-
-def _get(url: str, headers: dict[str, str]) -> tuple[int, str]:
-    try:
-        with _open(Request(url, headers=headers), timeout=TIMEOUT_S) as response:  # noqa: S310 http only, see `main`
-            return response.status, response.read().decode("utf-8", "replace")
-    except HTTPError as error:
-        if error.code == 503:  # not ready, and why
-            return error.code, error.read().decode("utf-8", "replace")
-        what = (
-            "its key is wanted (--token-file)" if error.code == 403 else "is this the admin port (--metrics-port)?"
+        return Sample.read(
+            time.time(), _text(metrics), mode.strip(), "" if ready.status == 200 else _text(ready).strip()
         )
-        raise Unreachable(f"{url}: {error.code}: {what}") from None
-    except (URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise Unreachable(f"{url}: {getattr(reason, 'strerror', None) or reason}") from None
+    except ValueError:
+        what = f"found {metrics.media_type}, and no exposition of metrics"
+        raise Unreachable(f"{url}/metrics: {what}; {_WANTED}") from None
+
+
+def _text(page: Page) -> str:
+    return page.body.decode("utf-8", "replace")
+
+
+def _get(url: str, headers: dict[str, str]) -> Page:
+    try:
+        return get(url, headers=headers, timeout_s=TIMEOUT_S, opener=_open, statuses=_ANSWERS)
+    except NoAnswer as error:
+        wanted = "its key is wanted (--token-file)" if error.status == 403 else _WANTED
+        raise Unreachable(f"{url}: {error}; {wanted}") from None
 
 
 @contextlib.contextmanager

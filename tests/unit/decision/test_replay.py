@@ -8,6 +8,7 @@ import pytest
 
 from sidecar.cli import main
 from sidecar.decision.replay import RULES, BadRule, judge, make_rule, priced
+from tests.saying import saying
 
 
 def record(
@@ -83,16 +84,68 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 
-@pytest.mark.parametrize(
-    ("content", "rule"), [("{", "local"), ("[1]", "local"), ("[]", "nonsense"), (None, "local")]
-)
-def test_mistakes(tmp_path: Path, content: str | None, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+PRICED = json.dumps(record())
+BARE = json.dumps({"decided": "remote", "inputs": {"tokens": 1}, "predicted": {"remote_seconds": 1.0}})
+MISTAKES = {
+    "no file": (None, "local", "No such file or directory; what /decisions gave is wanted"),
+    "half an array": ("[" + PRICED, "local", "line 1 is no JSON (Input data was truncated); "),
+    "a page": ("<html>\n</html>", "local", "line 1 is no JSON (JSON is malformed: invalid character (byte 0)); "),
+    "half a line": (f"{PRICED}\n\n{PRICED[:20]}", "local", "line 3 is no JSON (Input data was truncated); "),
+    "too deep": ("[" * 100_000, "local", "line 1 is no JSON (it is nested too deeply); "),
+    "numbers": ("[1]", "local", "record 1 is a number, not an object; what /decisions gave is wanted"),
+    "text": (f'{PRICED}\n"prompt"', "local", "record 2 is text, not an object; "),
+    "no forecast": (
+        '[{"inputs": {}, "predicted": 7}]',
+        "local",
+        "record 1: Expected `object`, got `int` - at `$.pre",
+    ),
+    "no inputs": (
+        f"{PRICED}\n{BARE}",
+        "local",
+        "record 2: Object missing required field `cached` - at `$.inputs`; ",
+    ),
+    "no rule": ("[]", "nonsense", "'nonsense' is no rule; there are recorded, local, remote, static"),
+    "no number": ("[]", "cost:high", "'cost:high': 'high' is no number"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    content, rule, said = MISTAKES[name]
     log = tmp_path / "decisions"
     if content is not None:
         log.write_text(content)
     assert main(["replay", str(log), "--rule", rule]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith(f"pd-sidecar: replay: {log}: {said}")
+    assert "prompt" not in line
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", "404 Not Found; /decisions of the admin port"),
+        (b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n", "403 Forbidden; from outside the pod its key is"),
+        (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f", "no HTTP; /decisions of the admin port (--metrics-port) is"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello", "line 1 is no JSON ("),
+        (None, "Connection refused; /decisions of the admin port"),
+    ],
+)
+def test_urls_that_are_none_of_decisions(
+    answer: bytes | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with saying(answer) as url:
+        assert main(["replay", f"{url}/decisions"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"pd-sidecar: replay: {log}: ")
+    assert line.startswith(f"pd-sidecar: replay: {url}/decisions: {said}")
+
+
+def test_a_url_without_a_port(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "http://127.0.0.1:admin/decisions"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "nonnumeric port: 'admin'; /decisions of the admin port" in line
 
 
 def test_nothing_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
