@@ -105,7 +105,7 @@ def application(
             return await handler(request)
         return web.Response(text="only from within the pod, or with the key of --admin-token-file\n", status=403)
 
-    app = web.Application(client_max_size=4096, middlewares=[guard])
+    app = web.Application(client_max_size=4096, middlewares=[guard, _what_there_is])
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)
@@ -116,6 +116,27 @@ def application(
     app.router.add_get("/disagg", read_switch)
     app.router.add_put("/disagg", turn_switch)
     return app
+
+
+@web.middleware
+async def _what_there_is(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """In place of aiohttp's bare 404 and 405: whoever took the port for another sees where he is."""
+    try:
+        return await handler(request)
+    except web.HTTPMethodNotAllowed as error:
+        text = f"the admin port has no such method here: {_listed(request.app)}\n"
+        return web.Response(text=text, status=405, headers={"allow": error.headers["allow"]})
+    except web.HTTPNotFound:
+        return web.Response(text=f"the admin port has no such path: {_listed(request.app)}\n", status=404)
+
+
+def _listed(app: web.Application) -> str:
+    """Its methods, each with its paths, in one line."""
+    paths: dict[str, list[str]] = {}
+    for route in app.router.routes():
+        if route.method != "HEAD" and route.resource is not None:  # HEAD comes with every GET
+            paths.setdefault(route.method, []).append(route.resource.canonical)
+    return ", ".join(f"{method} {' '.join(sorted(found))}" for method, found in sorted(paths.items()))
 
 
 async def _written(registry: CollectorRegistry, encode: Encode) -> bytes:

@@ -36,18 +36,22 @@ class Peer:
 
 
 def status(path: str, peer: str, *, key: str = "", shown: str = "") -> int:
+    return asked(path, peer, key=key, shown=shown).status
+
+
+def asked(path: str, peer: str, *, key: str = "", shown: str = "", method: str = "GET") -> web.Response:
     live = Live(Mode.AUTO)
     observer = Observer(Endpoints([], AllowList([]), lambda: 0.0), Budget(1, 0))
     health = Health(live, [], lambda _seconds: "")
     app = application(Settings(), observer, Switch(live), health, lambda: key)
     app.freeze()
     headers = {"authorization": shown} if shown else {}
-    request = make_mocked_request("GET", path, headers, app=app, transport=Peer(peer))
+    request = make_mocked_request(method, path, headers, app=app, transport=Peer(peer))
 
-    async def ask() -> int:
+    async def ask() -> web.Response:
         response = await app._handle(request)
         assert isinstance(response, web.Response)
-        return response.status
+        return response
 
     return asyncio.run(ask())
 
@@ -75,6 +79,30 @@ def test_a_neighbour_may_not(path: str, peer: str) -> None:
 @pytest.mark.parametrize("path", GUARDED)
 def test_with_the_key_it_may(path: str) -> None:
     assert status(path, "10.0.0.9", key="secret", shown="Bearer secret") == 200
+
+
+LISTED = "GET /config /decisions /disagg /endpoints /livez /metrics /readyz /startupz, PUT /disagg\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "/v1/models", 404),
+        ("GET", "/", 404),
+        ("GET", "/metrics/", 404),
+        ("POST", "/disagg", 405),
+        ("DELETE", "/metrics", 405),
+    ],
+)
+def test_what_is_not_there_lists_what_is(method: str, path: str, expected: int) -> None:
+    response = asked(path, "127.0.0.1", method=method)
+    assert (response.status, response.content_type) == (expected, "text/plain")
+    assert response.text == f"the admin port has no such {'path' if expected == 404 else 'method here'}: {LISTED}"
+    assert response.headers.get("allow", "") == {"/disagg": "GET,HEAD,PUT", "/metrics": "GET,HEAD"}.get(path, "")
+
+
+def test_a_neighbour_is_not_told_what_there_is() -> None:
+    assert "/config" not in (asked("/v1/models", "10.0.0.9").text or "")
 
 
 @pytest.mark.parametrize("remote", [None, "", "localhost", "128.0.0.1", "::"])
