@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command_name == "check-config":
         import yaml
 
-        for doubt in doubts:
+        from sidecar.prefill.discovery.make import doubts as discovery_doubts
+
+        for doubt in (*doubts, *discovery_doubts(settings)):  # running, discovery says so itself
             print(f"pd-sidecar: warning: {doubt}", file=sys.stderr)  # noqa: T201
         sys.stdout.write(yaml.safe_dump(config.shown(settings), sort_keys=False))
         return 0

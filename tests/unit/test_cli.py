@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,35 @@ def test_what_flags_mean_is_said_where_another_one_is_wrong(capsys: pytest.Captu
     assert not shown.out
     assert main(["check-config", *MANIFEST, "--prefill-allow=10.0.0.0/8"]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (lambda _: None, "does not exist"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: os.mkfifo(path), "is no file"),  # and is not opened: that would wait for a writer
+        (lambda path: path.write_text("10.0.0.5:8000\nhttp://x\n"), "line 2: "),
+        (lambda path: path.write_bytes(b"#" * (1 << 20) + b"#"), "is larger than 1048576 bytes"),
+        (lambda path: path.write_text("10.0.0.5:8000\n"), ""),
+        (lambda path: path.write_text(""), ""),
+    ],
+)
+@pytest.mark.parametrize("disagg", ["auto", "off"])
+def test_check_config_looks_at_the_file_of_endpoints(
+    prepare: Callable[[Path], object], said: str, disagg: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be mounted later: a warning, and no mistake."""
+    path = tmp_path / "endpoints"
+    prepare(path)
+    assert main(["check-config", f"--discovery=file:{path}", "--disagg", disagg]) == 0
+    shown = capsys.readouterr()
+    assert yaml.safe_load(shown.out)["discovery"] == f"file:{path}"
+    assert len(shown.err.splitlines()) == bool(said)
+    if said:
+        assert shown.err.startswith(f"pd-sidecar: warning: --discovery file:{path}: ")
+        assert said in shown.err
+        assert "read again every second" in shown.err
 
 
 def test_without_a_command_it_serves(capsys: pytest.CaptureFixture[str]) -> None:

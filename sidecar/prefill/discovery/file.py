@@ -53,12 +53,32 @@ class FileSource:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _read(self) -> bytes:
-        """Raises `OSError`; `BadFile` for one that is too large."""
-        with self._path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise BadFile(f"is larger than {MAX_BYTES} bytes")
-        return content
+        return _content(self._path)
+
+
+def _content(path: Path) -> bytes:
+    """Raises `OSError`; `BadFile` for one that is too large."""
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise BadFile(f"is larger than {MAX_BYTES} bytes")
+    return content
+
+
+def first_look(path: str) -> str:
+    """What `FileSource` would report of the file as it is now, or ""."""
+    file = Path(path)
+    try:
+        if file.is_fifo() or file.is_char_device():  # opened, it may wait for ever
+            return "is no file"
+        endpoints_of(_content(file))
+    except BadFile as error:
+        return str(error)
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return ""
 
 
 def endpoints_of(content: bytes) -> Mapping[Address, Member]:

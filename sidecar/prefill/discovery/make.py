@@ -1,4 +1,4 @@
-"""From settings to the source that they ask for."""
+"""From settings to the source that they ask for, and what can be said of it before it runs."""
 
 import os
 from typing import TYPE_CHECKING
@@ -37,3 +37,18 @@ def make_source(settings: "Settings") -> Source | None:
             pool_group=settings.pool_group,
         )
     return None
+
+
+def doubts(settings: "Settings") -> list[str]:
+    """What `--discovery` would not find now and may find later, one line each. Looks at files, asks nobody."""
+    spec = parse_spec(settings.discovery)
+    if spec.kind != "file":
+        return []
+    from sidecar.prefill.discovery.file import first_look
+
+    problem = first_look(spec.path)
+    if not problem:
+        return []
+    wanted = "until it lists endpoints (HOST:PORT a line, or a YAML list) none is found there"
+    later = "it may be mounted later, and is read again every second"
+    return [f"--discovery {settings.discovery}: {problem}; {wanted}; {later}"]
