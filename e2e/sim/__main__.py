@@ -11,13 +11,16 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from e2e.sim.fleet import OURS, RULES, Fleet, Seen
+from e2e.sim.fleet import NEW_S, OURS, RULES, Fleet, Seen
 from e2e.sim.trace import mixed
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "fleet.md"
 FLEETS = ((1, 1), (10, 4), (100, 40), (500, 200))
 PER_POD_AND_SECOND = 1.5
 SECONDS = 120.0
+JOIN_EVERY_S = 5.0
+JOIN_RUNS = 5
+"""In its first ten seconds an endpoint of the largest fleet gets about ten prompts: of one, nothing is learnt."""
 TTFT_GOAL_S, GAP_GOAL_S = 1.0, 0.1
 
 
@@ -46,6 +49,30 @@ def row(name: str, seen: Seen, requests: int) -> str:
     )
 
 
+def joins(seconds: float) -> tuple[float, ...]:
+    """When endpoints join a run of this length, so that each one's first seconds lie within."""
+    count = int((seconds - 2 * NEW_S) // JOIN_EVERY_S) + 1
+    return tuple(NEW_S + number * JOIN_EVERY_S for number in range(count)) or (seconds / 2,)
+
+
+def chance(count: int, expected: float) -> tuple[float, float]:
+    """The 95% confidence interval of `count` over `expected` (normal, of a Poisson count)."""
+    spread = 1.96 * count**0.5
+    return ((count - spread) / expected, (count + spread) / expected) if expected else (0.0, 0.0)
+
+
+def joined(decode: int, prefill: int, seconds: float, seed: int) -> Seen:
+    """What endpoints get that join a fleet one by one, over `JOIN_RUNS` runs."""
+    when = joins(seconds)
+    found = Seen()
+    for run in range(seed, seed + JOIN_RUNS):
+        fleet = Fleet(OURS, decode, prefill + len(when), seed=run, join_at=when)
+        seen = fleet.run(mixed(decode, PER_POD_AND_SECOND, seconds, run))
+        found.new_prompts += seen.new_prompts
+        found.new_fair += seen.new_fair
+    return found
+
+
 def report(fleets: tuple[tuple[int, int], ...] = FLEETS, seconds: float = SECONDS, seed: int = 1) -> str:
     lines = [
         "# A fleet on paper",
@@ -72,15 +99,19 @@ def report(fleets: tuple[tuple[int, int], ...] = FLEETS, seconds: float = SECOND
     trace = mixed(decode, PER_POD_AND_SECOND, seconds, seed)
     lost = Fleet(OURS, decode, prefill, seed=seed, fail_at=seconds / 2).run(trace)
     worst = quantile(lost.ttft, 0.99)
-    joined = Fleet(OURS, decode, prefill, seed=seed, join_at=seconds / 2).run(trace)
+    new = joined(decode, prefill, seconds, seed)
+    low, high = chance(new.new_prompts, new.new_fair)
     lines += [
         "",
-        "## Half of the prefill engines die; one more joins",
+        "## Half of the prefill engines die; others join",
         "",
         f"{decode} decode and {prefill} prefill engines, of which half die at once:",
         f"of {len(trace):,} requests {lost.recomputed:,} were recomputed, at most {lost.most_recomputes} at a time",
         f"on one pod (the budget is 4), {lost.refused:,} told to come back; TTFT p99 {worst:.2f} s.",
-        f"An endpoint that joins gets {joined.share_of_new:.2f} times its fair share in its first ten seconds.",
+        "",
+        f"{len(joins(seconds))} prefill engines join these one by one, in each of {JOIN_RUNS} runs. In its first",
+        f"{NEW_S:g} s an endpoint gets {new.share_of_new:.2f} times its fair share",
+        f"(95% confidence: {low:.2f} to {high:.2f}, from {new.new_prompts:,} prompts).",
         "",
     ]
     return "\n".join(lines)

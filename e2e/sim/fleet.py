@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from e2e.sim.trace import Asked
 
 SCRAPE_S = 1.0
+NEW_S = 10.0
+"""For so long an endpoint that has joined counts as new."""
 
 Rule = Callable[[int, int, int], bool]
 """(prompt tokens, of which decode holds, tokens ahead at prefill) -> remote?"""
@@ -53,8 +55,14 @@ class Seen:
     refused: int = 0
     most_recomputes: int = 0
     """At once, on one pod."""
-    share_of_new: float = 0.0
-    """Prompts that an endpoint got in the ten seconds after it joined, over its fair share."""
+    new_prompts: int = 0
+    """Prompts that endpoints got in their first `NEW_S` seconds."""
+    new_fair: float = 0.0
+    """And how many that would have been, had each prompt gone to any of those that were there."""
+
+    @property
+    def share_of_new(self) -> float:
+        return self.new_prompts / self.new_fair if self.new_fair else 0.0
 
 
 @dataclass(eq=False)
@@ -70,7 +78,8 @@ class Pod:
 
 
 class Fleet:
-    """`rule`: one of `RULES`. `fail_at`: half of the prefill engines die then. `join_at`: one more joins then."""
+    """`rule`: one of `RULES`. `fail_at`: half of the prefill engines die then. `join_at`: when the last
+    so many of them join."""
 
     def __init__(
         self,
@@ -81,7 +90,7 @@ class Fleet:
         speeds: Speeds | None = None,
         seed: int = 1,
         fail_at: float = 0.0,
-        join_at: float = 0.0,
+        join_at: Sequence[float] = (),
     ) -> None:
         self._rule = rule
         speeds = speeds or Speeds()
@@ -89,8 +98,10 @@ class Fleet:
         addresses = [Address(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}", 8000) for n in range(prefill)]
         self._prefill = {address: PrefillEngine(speeds) for address in addresses}
         self._speeds = speeds
-        self._join_at, self._fail_at = join_at, fail_at
-        self._late = addresses[-1] if join_at else None
+        self._fail_at = fail_at
+        self._joins = dict(zip(addresses[prefill - len(join_at) :], join_at, strict=True))
+        self._absent = set(self._joins)
+        self._new: set[Address] = set()
         draw = random.Random(seed)
         self.pods = []
         for _ in range(decode):
@@ -108,6 +119,10 @@ class Fleet:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
+    @property
+    def prefill(self) -> list[PrefillEngine]:
+        return list(self._prefill.values())
+
     def run(self, trace: Sequence[Asked]) -> Seen:
         for asked in trace:
             self._at(asked.at, lambda asked=asked: self._arrives(asked))
@@ -116,9 +131,9 @@ class Fleet:
             self._at(second * SCRAPE_S, self._scrape)
         if self._fail_at:
             self._at(self._fail_at, self._fail)
-        if self._join_at:
-            self._at(self._join_at, lambda: self._count_new(0))
-            self._at(self._join_at + 10.0, lambda: self._count_new(1))
+        for address, when in self._joins.items():
+            self._at(when, lambda address=address: self._join(address))
+            self._at(when + NEW_S, lambda address=address: self._new.remove(address))
         while self._events:
             self.now, _, happen = heapq.heappop(self._events)
             happen()
@@ -138,25 +153,19 @@ class Fleet:
             pod.rules.signals.tell(load, self.now)
 
     def _fail(self) -> None:
-        engines = list(self._prefill.values())
+        engines = self.prefill
         for engine in engines[: len(engines) // 2]:
             engine.alive = False
 
-    def _count_new(self, after: int) -> None:
-        assert self._late is not None
-        engines = self._prefill
-        if not after:
-            for engine in engines.values():
-                engine.prompts = 0
-            return
-        every = sum(engine.prompts for engine in engines.values())
-        self.seen.share_of_new = engines[self._late].prompts * len(engines) / max(every, 1)
+    def _join(self, address: Address) -> None:
+        self._absent.remove(address)
+        self._new.add(address)
 
     # -- one request --
 
     def _arrives(self, asked: Asked) -> None:
         pod = self.pods[asked.pod]
-        candidates = [one for one in pod.endpoints if one.address != self._late or self.now >= self._join_at]
+        candidates = [one for one in pod.endpoints if one.address not in self._absent]
         if not self._is_remote(pod, asked, candidates):
             self._local(pod, asked)
             return
@@ -182,6 +191,8 @@ class Fleet:
 
     def _prefills(self, pod: Pod, asked: Asked, endpoint: Endpoint, engine: PrefillEngine) -> None:
         self.seen.remote += 1
+        self.seen.new_prompts += endpoint.address in self._new
+        self.seen.new_fair += len(self._new) / (len(self._prefill) - len(self._absent))
         ahead = endpoint.tokens_in_flight > asked.tokens
         self._at(engine.compute(self.now, asked.tokens), lambda: self._prefilled(pod, asked, endpoint, ahead=ahead))
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from e2e.sim.__main__ import gap_quantile, quantile, report
+from e2e.sim.__main__ import chance, gap_quantile, joins, quantile, report
 from e2e.sim.engines import DecodeEngine, PrefillEngine, Speeds
 from e2e.sim.fleet import OURS, RULES, Fleet
 from e2e.sim.trace import Asked, mixed
@@ -60,8 +60,39 @@ def test_the_dead_are_left_alone_and_the_budget_holds() -> None:
 
 
 def test_no_herd_on_a_new_endpoint() -> None:
-    seen = Fleet("always remote", 60, 12, join_at=15.0).run(mixed(60, 2.0, 30.0, seed=5))
-    assert 0.3 < seen.share_of_new < 2.0
+    fleet = Fleet("always remote", 60, 12, join_at=(10.0, 15.0, 20.0))
+    seen = fleet.run(mixed(60, 2.0, 30.0, seed=5))
+    assert seen.new_fair > 200, "enough of them that chance is small"
+    assert 0.8 < seen.share_of_new < 1.25
+
+
+def test_the_fair_share_is_that_of_each_moment() -> None:
+    """One endpoint, joined by two more: counted are the prompts of each one's first ten seconds."""
+    fleet = Fleet("always remote", 1, 3, speeds=SPEEDS, join_at=(10.0, 15.0))
+    seen = fleet.run([Asked(float(at), 0, 10, 0, 1) for at in (1, 9, 11, 12, 16, 17, 18, 21, 26)])
+    assert seen.new_fair == pytest.approx(2 * 1 / 2 + 3 * 2 / 3 + 1 / 3)
+    assert 0 < seen.new_prompts <= 6
+    assert seen.share_of_new == seen.new_prompts / seen.new_fair
+
+
+def test_nobody_is_asked_before_it_joins() -> None:
+    fleet = Fleet("always remote", 1, 2, speeds=SPEEDS, join_at=(10.0,))
+    fleet.run([Asked(float(at), 0, 10, 0, 1) for at in range(10)])
+    assert [engine.prompts for engine in fleet.prefill] == [10, 0]
+
+
+def test_what_chance_makes_of_a_count() -> None:
+    assert chance(10, 10.0) == pytest.approx((0.38, 1.62), abs=0.01)
+    low, high = chance(1000, 1000.0)
+    assert (low, high) == pytest.approx((0.94, 1.06), abs=0.01)
+    assert chance(0, 0.0) == (0.0, 0.0)
+
+
+def test_endpoints_join_when_all_of_their_first_seconds_are_seen() -> None:
+    assert joins(120.0)[0] == 10.0
+    assert joins(120.0)[-1] == 110.0
+    assert len(joins(120.0)) == 21
+    assert joins(8.0) == (4.0,)
 
 
 def test_same_seed_same_trace() -> None:
