@@ -61,6 +61,8 @@ class Received:
     events_sent: int = 0
     # The client closed before the answer was complete.
     client_gone: bool = False
+    # All that a fault lets through has been sent, and nothing more will be.
+    silent: bool = False
     fault: Fault | None = None
     # An exception that broke the answer off.
     error: Exception | None = None
@@ -359,8 +361,9 @@ class Connection(asyncio.Protocol):
             if not self.transport.is_closing():
                 self.transport.resume_reading()
 
-    async def gone(self) -> None:
+    async def gone(self, received: Received) -> None:
         """Until the client closes (its request is cancelled then)."""
+        received.silent = True
         await self.loop.create_future()
 
 
@@ -385,7 +388,7 @@ class _Sender:
         while fault.hold is not None and not fault.hold.is_set():  # noqa: ASYNC110 it is set by another thread
             await asyncio.sleep(0.002)
         if fault.silence:
-            await self.connection.gone()
+            await self.connection.gone(self.received)
         if fault.reset == "before_head":
             self.connection.reset()
             return False
@@ -393,7 +396,7 @@ class _Sender:
             await self.connection.write(fault.raw)
             if fault.raw_close:
                 return False
-            await self.connection.gone()
+            await self.connection.gone(self.received)
         if fault.status is not None:
             answer = _forced(fault)
         elif fault.error_event_first:
@@ -478,7 +481,7 @@ class _Sender:
         if limit is not None and self.body_bytes + len(data) >= limit:
             await self._drip(data[: max(0, limit - self.body_bytes)])
             if fault.cut_after_bytes is None:
-                await self.connection.gone()
+                await self.connection.gone(self.received)
             self._cut()
         await self._drip(data)
 
@@ -516,7 +519,7 @@ class _Sender:
             if fault.cut_after_events is not None and self.received.events_sent >= fault.cut_after_events:
                 self._cut()
             if fault.stall_after_events is not None and self.received.events_sent >= fault.stall_after_events:
-                await self.connection.gone()
+                await self.connection.gone(self.received)
             if fault.error_event_after is not None and self.received.events_sent >= fault.error_event_after:
                 async for last in _error_stream():
                     await self._send_chunk(last, framing)

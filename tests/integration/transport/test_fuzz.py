@@ -1,6 +1,7 @@
 """Noise against codec and listener for FUZZ_SECONDS each (2 by default, 60 in `make test`), seeded and repeatable.
 
-Half-right input finds more than random bytes: good streams are cut, doubled, swapped and bent.
+However slow the machine is, they go on until enough of it has come through to mean something. Half-right input
+finds more than random bytes: good streams are cut, doubled, swapped and bent.
 """
 
 import asyncio
@@ -18,6 +19,11 @@ from transport.side_channels import Address, SideChannels
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "2"))
 SEED = int(os.environ.get("FUZZ_SEED", "20"))
+STREAMS_MIN = 1000
+ENOUGH = {"garbage": 20, "live": 5, "range": 5}
+"""Outcomes of noise: refused, answered, asked for a rank that there is not."""
+ROUNDS_MAX = 2000
+"""Of 20 connections; far more than bring `ENOUGH`."""
 
 REQUEST = pack((b"get_meta_msg", 0, 0))
 PARTS = [
@@ -73,9 +79,10 @@ def pieces(source: random.Random, data: bytes) -> Iterator[bytes]:
 def test_the_codecs_raise_what_they_say_and_nothing_else() -> None:
     source = random.Random(SEED)
     deadline = time.monotonic() + SECONDS
-    read = 0
-    while time.monotonic() < deadline:
+    read = streams = 0
+    while time.monotonic() < deadline or streams < STREAMS_MIN:
         for _ in range(50):
+            streams += 1
             wire = zmtp.Wire(frozenset({zmtp.REQ, zmtp.DEALER}), frame_bytes_max=64, parts_max=3)
             with contextlib.suppress(zmtp.ProtocolError):
                 for piece in pieces(source, stream(source)):
@@ -89,7 +96,7 @@ def test_the_codecs_raise_what_they_say_and_nothing_else() -> None:
             with contextlib.suppress(HandshakeError):
                 found = handshake.describe(bent(source, PAYLOAD))
                 assert found.geometry is None or found.geometry.logical_block_size > 0
-    assert read > 100  # the noise is not so loud that nothing gets through
+    assert read > streams / 10  # the noise is not so loud that nothing gets through
 
 
 def test_the_relay_and_the_engine_behind_it_survive() -> None:
@@ -119,14 +126,22 @@ def test_the_relay_and_the_engine_behind_it_survive() -> None:
         before = descriptors()
         source = random.Random(SEED)
         deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline:
+        count = 0
+
+        def lacking() -> dict[str, int]:
+            """What came too seldom. Each round asks properly, too, for two ranks and for one that there is not."""
+            own = {"live": 2 * count, "range": count}
+            heard = {kind: channels.handshakes[kind] - own.get(kind, 0) for kind in ENOUGH}
+            return {kind: found for kind, found in heard.items() if found < ENOUGH[kind]}
+
+        while time.monotonic() < deadline or (lacking() and count < ROUNDS_MAX):
             await asyncio.gather(*(shout(source, address) for _ in range(20)))
             replies = await asked(address, 0, 1, 2)
             assert [reply.decodable for reply in replies] == [True, True, False]
+            count += 1
         relay = channels._relays[prefill.endpoint]
         await until(lambda: not relay.connections)
-        assert channels.handshakes["garbage"] > 20
-        assert channels.handshakes["live"] > 20
+        assert not lacking(), (lacking(), count)
         await until(lambda: descriptors() <= before)
 
     async def main() -> None:

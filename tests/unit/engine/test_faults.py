@@ -25,8 +25,10 @@ def answer_of(engine: ThreadedEngine, fault: Fault, **more: Any) -> bytes:
 def silence_after(engine: ThreadedEngine, fault: Fault, **more: Any) -> bytes:
     """What comes before nothing more comes, on a connection that stays open."""
     engine.fault(fault)
-    with Wire(engine, 0.2) as wire:
+    with Wire(engine) as wire:
         wire.send(completion_bytes(**more))
+        engine.wait_for(lambda engine: engine.requests and engine.requests[-1].silent)
+        wire.socket.settimeout(0.2)  # all that comes is here by now; the longer this is, the more it shows
         got = b""
         try:
             while piece := wire.socket.recv(65536):
