@@ -6,7 +6,6 @@ The engines' connector is vLLM's own but for the copy between "GPU" and tier, se
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from e2e.asking import (
 )
 from e2e.engines import HOST, Engine
 from e2e.named import Named
-from e2e.pair import LEASE_S, TOKEN_BYTES, Pair, free, idle, paired
+from e2e.pair import BLOCK_TOKENS, LEASE_S, TOKEN_BYTES, Pair, free, idle, paired
 from e2e.rig import Rig
 from tests.ports import free_ports
 
@@ -72,6 +71,19 @@ def named(pair: Pair) -> Named:
         free(pair.prefill, pair.decode, within_s=20)
 
     return Named(pair, "offloading", pair.fetched_tokens, at_rest)
+
+
+def in_tier(engine: Engine) -> int:
+    """Tokens whose KV the engine has put into its tier since its start."""
+    return int(engine.metrics().total("vllm:kv_offload_store_bytes_total")) // TOKEN_BYTES
+
+
+def has_in_tier(engine: Engine, tokens: int) -> None:
+    """Until so many are there: the engine copies them with its next steps."""
+    try:
+        eventually(lambda: in_tier(engine) >= tokens)
+    except AssertionError:
+        raise AssertionError(f"{engine.name}: KV of {in_tier(engine)} tokens in the tier, not {tokens}") from None
 
 
 def kept(engine: Engine) -> float:
@@ -136,8 +148,9 @@ def test_client_leaves_while_blocks_are_fetched(tier: Named) -> None:
 def from_peer(pair: Pair, sidecar: Sidecar, source: str) -> int:
     """Tokens that the decode engine fetches for a prompt that the prefill engine has; the text must be right."""
     body = request_body(COMPLETIONS, prompt(600))
-    ask(pair.prefill, COMPLETIONS, {**body, "max_tokens": 1})
-    time.sleep(0.5)  # it is put into the tier with the engine's next steps
+    earlier = in_tier(pair.prefill)
+    computed = ask(pair.prefill, COMPLETIONS, {**body, "max_tokens": 1}).json["usage"]["prompt_tokens"]
+    has_in_tier(pair.prefill, earlier + computed // BLOCK_TOKENS * BLOCK_TOKENS)
     before = pair.fetched_tokens()
     answer = ask(sidecar, COMPLETIONS, body, 20, x_kv_cache_source_host_port=source)
     assert text_of(answer) == local_text(pair.decode, COMPLETIONS, body)
@@ -164,8 +177,10 @@ def test_prefill_fetches_what_decode_has(both_ways_rig: Rig) -> None:
         first = token_ids(600)
         turn = request_body(GENERATE, first, 80)
         turn["sampling_params"]["ignore_eos"] = True
+        earlier = in_tier(pair.decode)
         said = ask(pair.decode, GENERATE, turn).json["choices"][0]["token_ids"]
-        time.sleep(0.5)  # it is put into the tier with the engine's next steps
+        computed = 600 + len(said) - 1  # the last token's KV is of no use to anyone
+        has_in_tier(pair.decode, earlier + computed // BLOCK_TOKENS * BLOCK_TOKENS)
 
         def fetched() -> int:
             read_bytes = pair.prefill.metrics().total("vllm:kv_offload_tiering_read_bytes_total", tier="1:p2p")
