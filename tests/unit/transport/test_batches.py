@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport.kv_events import REPLAYS_IN_A_ROW_MAX, Apply, EventsError, Forget, Order, Replay, decode_batch
+from transport.batches import REPLAYS_IN_A_ROW_MAX, Apply, EventsError, Forget, Order, Replay, decode_batch
 from transport.prefix_index import AllBlocksCleared, BlockRemoved, BlockStored
 
 pack = msgspec.msgpack.encode
