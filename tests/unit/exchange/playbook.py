@@ -20,6 +20,9 @@ from sidecar.prefill.breaker import Breaker
 from sidecar.prefill.endpoints import Endpoint, Endpoints
 from tests.unit.handoffs import BLOCK_SIZE, answer, params
 
+LOCAL = Decode(None)
+"""Decode without a handoff: the prompt is computed here."""
+
 
 @dataclass(frozen=True)
 class Event:
