@@ -3,7 +3,7 @@
 from tests.engine.core import Limits
 from tests.engine.engine import Engine
 from tests.engine.faults import Fault, Faults, Rule
+from tests.engine.http_messages import Received
 from tests.engine.threaded import ThreadedEngine
-from tests.engine.wire import Received
 
 __all__ = ["Engine", "Fault", "Faults", "Limits", "Received", "Rule", "ThreadedEngine"]

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.engine import routes
 from tests.engine.apis.adapters import Adapters
@@ -22,8 +22,11 @@ from tests.engine.apis.schema import ApiError
 from tests.engine.core import Core, Limits
 from tests.engine.events import KvEvents
 from tests.engine.faults import Faults
-from tests.engine.wire import Answer, Connection, Received, Server
+from tests.engine.wire import Connection, Server
 from tests.ports import free_ports
+
+if TYPE_CHECKING:
+    from tests.engine.http_messages import Answer, Received
 
 VERSION = "0.32.0"
 

@@ -1,6 +1,6 @@
 """Faults as data: what goes wrong with which answers.
 
-`Faults` only decides whether a request is struck; `wire.py` carries it out. Knows neither sockets nor engines.
+`Faults` only decides whether a request is struck; `sender.py` carries it out. Knows neither sockets nor engines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from tests.engine.wire import Received
+    from tests.engine.http_messages import Received
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs
 from tests.engine import metrics
 from tests.engine.apis import adapters, chat, completions, generate, messages, responses, serving
 from tests.engine.apis.schema import ApiError, FieldError, json_answer, parse_json
-from tests.engine.wire import Answer, Received
+from tests.engine.http_messages import Answer, Received
 
 if TYPE_CHECKING:
     from tests.engine.engine import Engine

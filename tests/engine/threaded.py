@@ -19,7 +19,7 @@ from tests.engine.engine import Engine
 
 if TYPE_CHECKING:
     from tests.engine.faults import Fault, Faults, Rule
-    from tests.engine.wire import Received
+    from tests.engine.http_messages import Received
 
 T = TypeVar("T")
 

@@ -72,7 +72,7 @@ def test_websocket_client_that_vanishes(rig: Rig) -> None:
     with rig.sidecar.connect() as client:
         client.send(handshake())
         assert client.head().status == 101
-    rig.decode.wait_for(lambda engine: not any(one._websocket for one in engine.server.connections))
+    rig.decode.wait_for(lambda engine: not any(one.websocket for one in engine.server.connections))
 
 
 def test_websocket_that_the_engine_ends(rig: Rig) -> None:

@@ -6,11 +6,11 @@ import time
 from typing import TYPE_CHECKING
 
 from tests.engine.apis.schema import ApiError, boolean, check, nullable, parse_json, string
-from tests.engine.wire import Answer
+from tests.engine.http_messages import Answer
 
 if TYPE_CHECKING:
     from tests.engine.engine import Engine
-    from tests.engine.wire import Received
+    from tests.engine.http_messages import Received
 
 
 class Adapters:

@@ -28,7 +28,7 @@ from tests.engine.apis.schema import (
     parse_json,
     string,
 )
-from tests.engine.wire import EVENT_STREAM, Answer, Received, json_bytes
+from tests.engine.http_messages import EVENT_STREAM, Answer, Received, json_bytes
 
 if TYPE_CHECKING:
     from tests.engine.core import Core

@@ -25,7 +25,7 @@ from tests.engine.apis.schema import (
     string,
     xargs,
 )
-from tests.engine.wire import EVENT_STREAM, Answer, Received, json_bytes
+from tests.engine.http_messages import EVENT_STREAM, Answer, Received, json_bytes
 
 if TYPE_CHECKING:
     from tests.engine.core import Core

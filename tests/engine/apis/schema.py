@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+from tests.engine.http_messages import Answer, Received
 from tests.engine.run import DEAD_MESSAGE
-from tests.engine.wire import Answer, Received
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 

@@ -21,7 +21,7 @@ from tests.engine.tokens import VOCAB_SIZE
 if TYPE_CHECKING:
     from tests.engine.core import Core
     from tests.engine.engine import Engine
-    from tests.engine.wire import Received
+    from tests.engine.http_messages import Received
 
 DONE = b"data: [DONE]\n\n"
 
