@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 
-from sidecar.exchange.apis import FORBIDDEN
+from sidecar.exchange import splice
+from sidecar.exchange.apis import FORBIDDEN, Api
+from sidecar.exchange.splice import Fields, prefill_body
 
 SPACES = ("", "", "", " ", "\n", "\t", "\r\n  ")
 NUMBERS = (
@@ -119,3 +123,47 @@ def holds_forbidden(meaning: Any) -> bool:
     if isinstance(sampling := meaning.get("sampling_params"), dict):
         places.append(sampling.get("extra_args"))
     return any(isinstance(place, dict) and any(key in place for key in FORBIDDEN) for place in places)
+
+
+KEYS = (
+    *("model", "prompt", "messages", "input", "token_ids", "tools", "max_tokens", "max_completion_tokens"),
+    *("max_output_tokens", "min_tokens", "n", "stop", "stop_token_ids", "stop_sequences", "stream", "store"),
+    *("stream_options", "temperature", "seed", "cache_salt", "ignore_eos", "best_of", "sampling_params", "é", ""),
+)
+
+
+def plain_body(story: bytes) -> bytes:
+    """A body without any forbidden key at the top, with white space around it."""
+    writer = Writer(story)
+    before, after = writer.space(), writer.space()
+    content = writer.object(writer.members(lambda: writer.pick(KEYS), 8))
+    return (before + content + after).encode()
+
+
+PLAIN = STORIES.map(plain_body)
+
+bounded = settings(max_examples=150, deadline=None, database=None)
+
+
+def pairs(body: bytes) -> list[tuple[str, Any]]:
+    """The top-level members as the engine's parser meets them, repeated ones too."""
+    found: list[list[tuple[str, Any]]] = []
+
+    def keep(members: list[tuple[str, Any]]) -> dict[str, Any]:
+        found.append(members)
+        return dict(members)
+
+    json.loads(body, object_pairs_hook=keep)
+    return found[-1]
+
+
+PARAMS = b'{"do_remote_prefill":true,"remote_block_ids":[[1, 2]],"x":1.0}'
+
+
+def prefilled(api: Api, members: Fields, params: bytes) -> bytes:
+    """The prefill body, the same in whatever parts it comes."""
+    whole = b"".join(prefill_body(api, members, params))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splice, "LARGE_BYTES", 4)
+        assert b"".join(prefill_body(api, members, params)) == whole
+    return whole

@@ -24,7 +24,7 @@ from tests.unit.exchange.playbook import (
 )
 from tests.unit.handoffs import answer, params
 
-# -- the good ways -------------------------------------------------------------------------------------------
+# -- the good ways ---------------------------------------------------------------------------------------------
 
 
 def test_local(world: World) -> None:
@@ -77,7 +77,7 @@ def test_decisions_reason_stays_while_nothing_fails(world: World) -> None:
     assert play.exchange.reason == "on"
 
 
-# -- answers that are passed on ------------------------------------------------------------------------------
+# -- answers that are passed on --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 415, 422])
@@ -100,7 +100,7 @@ def test_without_a_handoff_every_status_is_relayed(world: World, status: int) ->
     assert play >> decoded(status, stream=status == 200) << RELAY
 
 
-# -- faults --------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["reset", "garbage"])
@@ -127,7 +127,7 @@ def test_fallback_keeps_its_cause(world: World) -> None:
     assert pulling(world, world.b) >> decoded() << RELAY
 
 
-# -- other connectors ----------------------------------------------------------------------------------------
+# -- other connectors ------------------------------------------------------------------------------------------
 
 
 def test_a_push_cannot_be_given_back() -> None:

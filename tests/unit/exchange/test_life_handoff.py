@@ -28,7 +28,7 @@ from tests.unit.exchange.playbook import (
 )
 from tests.unit.handoffs import answer, params
 
-# -- age and use ---------------------------------------------------------------------------------------------
+# -- age and use -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_rejected_handoff_does_not_survive_into_the_next_attempt(world: World) -
     assert world.sent == [None]
 
 
-# -- what becomes of each ------------------------------------------------------------------------------------
+# -- what becomes of each --------------------------------------------------------------------------------------
 
 
 def test_handoff_is_given_back_only_when_it_is_checked(world: World) -> None:
@@ -149,7 +149,7 @@ def test_handoff_without_blocks_counts_as_used(world: World) -> None:
     assert play
 
 
-# -- its blocks ----------------------------------------------------------------------------------------------
+# -- its blocks ------------------------------------------------------------------------------------------------
 
 
 def test_blocks_are_checked_with_the_local_engines_size_if_nothing_better_is_known(world: World) -> None:
@@ -214,7 +214,7 @@ def test_local_block_size_is_good_enough_for_both_checks(world: World) -> None:
     assert play >> connected << None >> sent << None >> decoded() << RELAY
 
 
-# -- the prompt's token ids ----------------------------------------------------------------------------------
+# -- the prompt's token ids ------------------------------------------------------------------------------------
 
 
 def with_ids(ids: Any) -> bytes:

@@ -22,7 +22,7 @@ from tests.unit.exchange.playbook import (
 )
 from tests.unit.handoffs import answer
 
-# -- attempts ------------------------------------------------------------------------------------------------
+# -- attempts --------------------------------------------------------------------------------------------------
 
 
 def test_each_attempt_goes_to_another_endpoint() -> None:
@@ -80,7 +80,7 @@ def test_least_loaded_endpoint_is_chosen_where_no_order_is_given(world: World) -
     assert idle >> left << CLOSE
 
 
-# -- answers that are none -----------------------------------------------------------------------------------
+# -- answers that are none -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_prefill_answer_that_is_no_answer(world: World, body: bytes) -> None:
     assert world.a.breaker._failures == 1
 
 
-# -- transfers that both legs name ---------------------------------------------------------------------------
+# -- transfers that both legs name -----------------------------------------------------------------------------
 
 
 def test_each_attempt_has_a_name_of_its_own() -> None:
