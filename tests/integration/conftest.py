@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from tests.engine import ThreadedEngine
 from tests.integration.crew import Crew
 from tests.integration.sidecar import Descriptors, Rig, Sidecar
+from tests.integration.tls import Rigs, tls_rigs
 from tests.ports import free_ports
 
 KEPT = 5
@@ -159,6 +161,13 @@ def rigged(shelf: Shelf) -> Iterator[Callable[..., Rig]]:
 def rig(rigged: Callable[..., Rig]) -> Rig:
     """The usual rig: disaggregation on, recompute on failure."""
     return rigged()
+
+
+@pytest.fixture
+def tls_rig(tmp_path: Path) -> Iterator[Rigs]:
+    """`tls_rig(*flags, serving=, prefill=, decode=)`: a rig of its own whose parts speak TLS."""
+    with tls_rigs(tmp_path) as make:
+        yield make
 
 
 @pytest.fixture
