@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from sidecar.background import Background
 from sidecar.connectors.connector import Handoff
 from sidecar.prefill.endpoints import Endpoint
+from sidecar.prefill.ranks import rank_of_engine
 from sidecar.prefill.stall import Fetching, Stall
 
 _log = logging.getLogger("sidecar")
@@ -29,6 +30,10 @@ Alive = Callable[[Endpoint, Handoff | None, float], Awaitable[str]]
 """Asks a peer within a time limit; "" if it answers, else what is wrong."""
 Fetches = Callable[[float], Awaitable[Fetching | None]]
 """Asks the local engine within a time limit what KV is on its way; None if it does not tell."""
+
+
+_Peer = tuple[Endpoint, int]
+"""An endpoint, and the one of the engines behind it that a handoff is of (-1: there is one, or it is not known)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,19 +58,20 @@ class Watch:
         self._looked_at = float("-inf")
         self._timeout_s = timeout_s
         self._now = now
-        self._waiting: dict[Endpoint, dict[_Waiter, None]] = {}
-        self._probing: set[Endpoint] = set()
+        self._waiting: dict[_Peer, dict[_Waiter, None]] = {}
+        self._probing: set[_Peer] = set()
 
     def watch(
         self, endpoint: Endpoint, handoff: Handoff | None, silent: Callable[[str], None]
     ) -> Callable[[], None]:
         """Calls `silent` once, with what is wrong, unless the function returned is called before."""
         waiter = _Waiter(handoff, silent, self._now())
-        waiters = self._waiting.setdefault(endpoint, {})
+        peer = endpoint, rank_of_engine(handoff.engine_id) if handoff is not None else -1
+        waiters = self._waiting.setdefault(peer, {})
         waiters[waiter] = None
-        if endpoint not in self._probing:
-            self._probing.add(endpoint)
-            asyncio.get_running_loop().call_later(self._first_probe_s, self._begin, endpoint)
+        if peer not in self._probing:
+            self._probing.add(peer)
+            asyncio.get_running_loop().call_later(self._first_probe_s, self._begin, peer)
 
         def stop() -> None:
             waiters.pop(waiter, None)
@@ -76,18 +82,19 @@ class Watch:
     def _first_probe_s(self) -> float:
         return min(FIRST_PROBE_AFTER_S, self._timeout_s / 4)
 
-    def _begin(self, endpoint: Endpoint) -> None:
-        if self._waiting.get(endpoint):
-            self._background.start(f"watch over {endpoint.label}", self._probe(endpoint))
+    def _begin(self, peer: _Peer) -> None:
+        if self._waiting.get(peer):
+            self._background.start(f"watch over {peer[0].label}", self._probe(peer))
         else:
-            self._end(endpoint)
+            self._end(peer)
 
-    def _end(self, endpoint: Endpoint) -> None:
-        self._probing.discard(endpoint)
-        self._waiting.pop(endpoint, None)
+    def _end(self, peer: _Peer) -> None:
+        self._probing.discard(peer)
+        self._waiting.pop(peer, None)
 
-    async def _probe(self, endpoint: Endpoint) -> None:
-        waiters = self._waiting[endpoint]
+    async def _probe(self, peer: _Peer) -> None:
+        endpoint, _ = peer
+        waiters = self._waiting[peer]
         every_s = min(PROBE_EVERY_S, self._timeout_s / 4)
         last_seen = 0.0
         try:
@@ -104,12 +111,12 @@ class Watch:
                     if stalled_s >= (STALLED_AFTER - 1) * self._timeout_s:
                         limit_s = STALLED_AFTER * self._timeout_s
                         problem = f"it answers, but no KV has come for {limit_s:g} s; are the NIXL data ports open?"
-                        self._tell_all(endpoint, problem, limit_s, 0.0, handed_off=True)
+                        self._tell_all(peer, problem, limit_s, 0.0, handed_off=True)
                 else:
-                    self._tell_all(endpoint, problem, self._timeout_s, last_seen)
+                    self._tell_all(peer, problem, self._timeout_s, last_seen)
                 await asyncio.sleep(every_s)
         finally:
-            self._end(endpoint)
+            self._end(peer)
 
     async def _stalled_s(self, waiters: dict[_Waiter, None], every_s: float) -> float:
         """How long nothing has arrived; the engine is asked where somebody waits for long, once for all peers."""
@@ -127,17 +134,17 @@ class Watch:
         return self._stall.seconds
 
     def _tell_all(
-        self, endpoint: Endpoint, problem: str, limit_s: float, last_seen: float, *, handed_off: bool = False
+        self, peer: _Peer, problem: str, limit_s: float, last_seen: float, *, handed_off: bool = False
     ) -> None:
         """Those that have waited for so long; `handed_off`: for KV."""
-        waiters = self._waiting[endpoint]
+        waiters = self._waiting[peer]
         now = self._now()
         for waiter in list(waiters):
             if handed_off and waiter.handoff is None:
                 continue
             if waiter in waiters and now - max(last_seen, waiter.since) >= limit_s:
                 del waiters[waiter]
-                self._tell(waiter, f"{endpoint.label}: {problem}")
+                self._tell(waiter, f"{peer[0].label}: {problem}")
 
     @staticmethod
     def _tell(waiter: _Waiter, problem: str) -> None:

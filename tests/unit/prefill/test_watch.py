@@ -20,6 +20,7 @@ class World:
 
     def __init__(self) -> None:
         self.problem = "no answer"
+        self.silent_engine = ""
         self.error: Exception | None = None
         self.asked: list[str] = []
         self.handoffs: list[Handoff | None] = []
@@ -35,6 +36,8 @@ class World:
         self.handoffs.append(handoff)
         if self.error is not None:
             raise self.error
+        if handoff is not None and handoff.engine_id == self.silent_engine != "":
+            return "frozen"
         return self.problem
 
     async def fetches(self, timeout_s: float) -> Fetching | None:
@@ -132,6 +135,25 @@ def test_peers_are_told_apart() -> None:
         await asyncio.sleep(TIMEOUT_S * 2)
         assert world.told == ["b:1: no answer"]
         assert set(world.asked) == {"b:1"}
+
+    run(main)
+
+
+def test_ranks_behind_one_port_are_told_apart() -> None:
+    """One of them frozen says nothing about requests that wait for another, and is not hidden by it either."""
+
+    async def main(world: World) -> None:
+        world.problem, world.silent_engine = "", "engine_dp1"
+        endpoint = peer()
+        told: dict[str, list[str]] = {"engine_dp0": [], "engine_dp1": []}
+        stops = []
+        for name in ("engine_dp0", "engine_dp1", "engine_dp0"):
+            stops.append(world.watch.watch(endpoint, Handoff(b"{}", 10, engine_id=name), told[name].append))
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(TIMEOUT_S * 1.5)
+        assert told == {"engine_dp0": [], "engine_dp1": ["a:1: frozen"]}
+        for stop in stops:
+            stop()
 
     run(main)
 
