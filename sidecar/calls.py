@@ -22,7 +22,10 @@ class Calls:
 
     def open(self) -> None:
         """On the running loop, before anything else is asked of it."""
-        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), response_class=Answer)
+        # Without aiohttp's limit of 100: who waits for the connections of silent ones would be taken for silent.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), response_class=Answer
+        )
         if self._settings.model_server_uds:
             connector = aiohttp.UnixConnector(self._settings.model_server_uds)
             self._uds_session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())

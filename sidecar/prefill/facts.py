@@ -11,6 +11,8 @@ TIMEOUT_S = 5.0
 LOOK_EVERY_S = 1.0
 PAUSE_S = 10.0
 """Between two attempts at an endpoint that does not tell."""
+AT_ONCE = 64
+"""Endpoints that are asked at the same time: of a thousand that come together the others wait for the next look."""
 REFRESH_S = 300.0
 """An endpoint may come back as another engine on the same address."""
 
@@ -31,23 +33,27 @@ class FactsKeeper:
         self._probe = probe
         self._now = now
         self._next: dict[Endpoint, float] = {}
+        self._asking = 0
 
     async def run(self, endpoints: Iterable[Endpoint]) -> None:
         """Asks every endpoint whose turn it is, for ever."""
         while True:
-            for endpoint in list(endpoints):
+            for endpoint in sorted(endpoints, key=lambda one: self._next.get(one, 0.0)):  # who has waited longest
                 self.want(endpoint)
             await asyncio.sleep(LOOK_EVERY_S)
 
     def want(self, endpoint: Endpoint) -> None:
         """Starts asking if it is time to; returns at once."""
         now = self._now()
-        if endpoint.facts.engine_id or now < self._next.get(endpoint, 0.0):
+        if endpoint.facts.engine_id or now < self._next.get(endpoint, 0.0) or self._asking >= AT_ONCE:
             return
-        if len(self._next) > 4096:
-            self._next.clear()
         self._next[endpoint] = now + PAUSE_S
-        self._background.start(f"facts of {endpoint.label}", self._ask(endpoint))
+        self._asking += 1
+        task = self._background.start(f"facts of {endpoint.label}", self._ask(endpoint))
+        task.add_done_callback(self._asked)
+
+    def _asked(self, _task: "asyncio.Task[None]") -> None:
+        self._asking -= 1
 
     def forget(self, endpoint: Endpoint) -> None:
         """Nothing is kept for the endpoint any more."""

@@ -6,7 +6,7 @@ from sidecar.background import Background
 from sidecar.connectors.connector import EngineFacts
 from sidecar.prefill.address import Address
 from sidecar.prefill.endpoints import Endpoint
-from sidecar.prefill.facts import LOOK_EVERY_S, PAUSE_S, REFRESH_S, FactsKeeper
+from sidecar.prefill.facts import AT_ONCE, LOOK_EVERY_S, PAUSE_S, REFRESH_S, FactsKeeper
 from tests.unit import clock
 
 
@@ -47,6 +47,51 @@ def test_asked_once_in_a_while() -> None:
         assert a.facts == EngineFacts()
 
     asyncio.run(main())
+
+
+def test_of_many_some_are_asked_at_the_same_time() -> None:
+    """A thousand metrics that arrive together would fill memory; the others have their turn at the next look."""
+
+    async def main() -> None:
+        world = World()
+        world.told = EngineFacts(16, 100)
+        many = [Endpoint(Address("a", 1 + number), configured=True) for number in range(AT_ONCE + 3)]
+        for one in many:
+            world.keeper.want(one)
+        assert len(world.background) == AT_ONCE
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for one in many:
+            world.keeper.want(one)
+        await asyncio.sleep(0)
+        assert world.asked == len(many)
+
+    asyncio.run(main())
+
+
+def test_silent_ones_keep_nobody_from_his_turn() -> None:
+    class Silent:
+        def __init__(self) -> None:
+            self.asked: set[Endpoint] = set()
+
+        def __call__(self, endpoint: Endpoint) -> "Silent":
+            self.asked.add(endpoint)
+            return self
+
+        async def facts(self, timeout_s: float) -> EngineFacts:
+            await asyncio.sleep(timeout_s)
+            return EngineFacts()
+
+    async def main() -> None:
+        background, silent = Background(), Silent()
+        keeper = FactsKeeper(background, silent, asyncio.get_running_loop().time)  # type: ignore[arg-type]
+        many = [Endpoint(Address("a", 1 + number), configured=True) for number in range(5 * AT_ONCE)]
+        background.start("facts", keeper.run(many))
+        await asyncio.sleep(60)
+        assert silent.asked == set(many)
+        await background.close()
+
+    clock.run(main())
 
 
 def test_known_facts_are_refreshed_rarely() -> None:
@@ -94,17 +139,6 @@ def test_every_endpoint_gets_its_turn() -> None:
         assert [one.facts for one in known] == [EngineFacts(16, 100)] * 2
 
     clock.run(main())
-
-
-def test_memory_is_bounded() -> None:
-    async def main() -> None:
-        world = World()
-        for _ in range(4200):
-            world.keeper.want(endpoint())
-        await world.want(endpoint())
-        assert len(world.keeper._next) <= 4097
-
-    asyncio.run(main())
 
 
 def test_nothing_is_kept_of_an_endpoint_that_left() -> None:
