@@ -230,8 +230,7 @@ def _block_len(local: Facts, here: Geometry, remote: Facts, there: Geometry) -> 
     same_tp = local.ranks is not None and remote.ranks is not None and local.ranks == remote.ranks
     if not same_tp or here.recurrent or there.recurrent or here.regions != there.regions:
         return None
-    ratio = here.block_size // there.block_size
-    if [size // ratio for size in here.block_lens] == list(there.block_lens):
+    if here.block_lens == there.block_lens:
         return None
     return Incompatible(
         "block_len",

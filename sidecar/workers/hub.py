@@ -135,7 +135,7 @@ class Hub(Control):
         settings = self.settings
         check_free("--metrics-port", settings.metrics_host, settings.metrics_port)
         for rank in range(settings.data_parallel_size):
-            check_free("port", settings.host, settings.port + rank)
+            check_free("--port", settings.host, settings.port + rank)
         self._handle_signals()
         self._run(health)
         await self._serve(probes)

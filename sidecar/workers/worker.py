@@ -254,8 +254,6 @@ class Worker:
         self.over.set_result(None)
 
     async def close(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
         self._serving.close()
         if self._telling is not None:
             self._telling.cancel()

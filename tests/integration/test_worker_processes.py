@@ -187,7 +187,7 @@ def test_port_taken() -> None:
         first = Sidecar("--workers", "2", "--model-server-port", str(decode.port), "--nixl-relay", "off")
         try:
             for port, admin_port, said in (
-                (first.port, free_ports(), f"port {first.port}: Address already in use"),
+                (first.port, free_ports(), f"--port {first.port}: Address already in use"),
                 (free_ports(), first.admin_port, f"--metrics-port {first.admin_port}: Address already in use"),
             ):
                 flags = ("--port", str(port), "--metrics-port", str(admin_port), "--nixl-relay", "off")
