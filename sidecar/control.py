@@ -11,6 +11,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -113,21 +114,22 @@ class Control(ABC):
     def _run(self, health: Health) -> None:
         """Starts everything that is not asked for by a request."""
         self._open_side_channels()
-        self._background.start("facts of prefill endpoints", self._facts.run(self._endpoints))
+        self._background.keep("facts of prefill endpoints", partial(self._facts.run, self._endpoints))
         if self._adapters is not None:
-            self._background.start("models and adapters of engines", self._adapters.run())
+            self._background.keep("models and adapters of engines", self._adapters.run)
         if self._observer.discovery is not None:  # nothing waits for it: without endpoints requests are local
-            self._background.start("discovery", self._observer.discovery.run())
-        self._background.start("health of the decode engine", health.run())
+            self._background.keep("discovery", self._observer.discovery.run)
+        self._background.keep("health of the decode engine", health.run)
         if self._gate is not None:
+
+            def wanted() -> bool:
+                return health.engine_is_up and self._live.mode is not Mode.OFF
+
             self._warm_up = self._make_warm_up(self._gate)
-            self._background.start(
-                "warm-up",
-                self._warm_up.run(self._endpoints, lambda: health.engine_is_up and self._live.mode is not Mode.OFF),
-            )
-        self._background.start("giving memory back", process.keep_giving_back())
+            self._background.keep("warm-up", partial(self._warm_up.run, self._endpoints, wanted))
+        self._background.keep("giving memory back", process.keep_giving_back)
         if self._tls.reads_files:
-            self._background.start("watch over certificates and keys", self._tls.watch())
+            self._background.keep("watch over certificates and keys", self._tls.watch)
 
     def _make_adapter_keeper(self, probes: Sequence[EngineProbe]) -> AdapterKeeper:
         return AdapterKeeper(
@@ -157,7 +159,7 @@ class Control(ABC):
     def _scrape(self, probe: EngineProbe, signals: Hearer) -> None:
         """Keeps the signals of one rank."""
         scraper = Scraper(probe.load, signals, lambda: self._live.mode is Mode.AUTO, time.monotonic)
-        self._background.start("load of the decode engine", scraper.run())
+        self._background.keep("load of the decode engine", scraper.run)
 
     async def _listen_admin(self) -> None:
         settings = self.settings
@@ -200,7 +202,7 @@ class Control(ABC):
             return
         file = File(reading, lambda: config.load(self._flags)[0], self.settings, self._switch)
         self._loop.add_signal_handler(signal.SIGHUP, lambda: file.reload("SIGHUP"))
-        self._background.start("watch over the --config file", file.watch())
+        self._background.keep("watch over the --config file", file.watch)
 
     def _make_warm_up(self, gate: Gate) -> WarmUp:
         settings = self.settings

@@ -96,8 +96,8 @@ class Serving:
             timeout_s = settings.prefill_connect_timeout
             self._bootstrap = BootstrapGate(self._background, self._calls.session, timeout_s, time.monotonic)
         if self._tracer is not None:
-            self._background.start("sending of traces", self._tracer.run())
-        self._background.start("sweep of prefill connections", self._sweep_pools())
+            self._background.keep("sending of traces", self._tracer.run)
+        self._background.keep("sweep of prefill connections", self._sweep_pools)
 
     async def listen(self, rank: int, index: PrefixLookup | None = None) -> None:
         """Serves one rank; `index` knows which prefixes its engine holds. Raises `OSError` if its port cannot be

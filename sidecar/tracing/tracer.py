@@ -110,9 +110,10 @@ class Tracer:
 
     async def run(self) -> None:
         """Sends what is queued, until it is cancelled."""
-        self._session = aiohttp.ClientSession(
-            cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
-        )
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
+            )
         pause_s = PAUSE_S
         while True:
             await asyncio.sleep(SEND_EVERY_S)

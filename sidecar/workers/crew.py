@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -135,8 +136,8 @@ class Crew:
                 raise OSError(0, problem)
         self._has_served = True
         for seat in self.seats:
-            self._background.start(f"care for worker {seat.number}", self._care(seat))
-        self._background.start("watch over workers", self._watch())
+            self._background.keep(f"care for worker {seat.number}", partial(self._care, seat))
+        self._background.keep("watch over workers", self._watch)
 
     async def _spawn(self, seat: Seat) -> None:
         ours, theirs = socket.socketpair()

@@ -131,9 +131,9 @@ class Worker:
         for rank in range(settings.data_parallel_size):
             await self._serving.listen(rank)
             self._serving.rules[rank].models.doubted = partial(self._link.send, messages.Reloaded(rank))
-        self._background.start("giving memory back", process.keep_giving_back())
+        self._background.keep("giving memory back", process.keep_giving_back)
         if self._tls.reads_files:
-            self._background.start("watch over certificates and keys", self._tls.watch())
+            self._background.keep("watch over certificates and keys", self._tls.watch)
         self._loop.add_signal_handler(signal.SIGTERM, self.drain)
         process.settle()
         self._serves = True

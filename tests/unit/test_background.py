@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from sidecar.background import Background
+from sidecar.background import AGAIN_AFTER_S, Background
 from tests.unit import clock
 
 
@@ -31,6 +31,48 @@ def test_exception_is_logged_and_ends_that_task_only(caplog: pytest.LogCaptureFi
     assert line.levelname == "ERROR"
     assert line.getMessage() == "background task the failing one ended: ValueError"
     assert line.exc_info
+
+
+def test_what_goes_on_for_ever_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """A probe that met something that nobody had thought of must not be the last one."""
+
+    async def main() -> None:
+        background = Background()
+        looks: list[float] = []
+
+        async def look() -> None:
+            while True:
+                looks.append(asyncio.get_running_loop().time())
+                if len(looks) == 2:
+                    raise ValueError("bug")
+                await asyncio.sleep(5)
+
+        background.keep("the probe", look)
+        await asyncio.sleep(12)
+        assert [round(at - looks[0]) for at in looks] == [0, 5, 5 + AGAIN_AFTER_S, 10 + AGAIN_AFTER_S]
+        assert len(background) == 1
+        await background.close()
+        assert len(background) == 0
+
+    clock.run(main())
+    [line] = caplog.records
+    assert line.getMessage() == "background task the probe: begins anew after an error: ValueError"
+    assert line.exc_info
+
+
+def test_what_is_through_does_not_begin_anew() -> None:
+    async def main() -> None:
+        background, done = Background(), []
+
+        async def work() -> None:
+            done.append(1)
+
+        background.keep("once", work)
+        await asyncio.sleep(60)
+        assert done == [1]
+        assert len(background) == 0
+
+    clock.run(main())
 
 
 def test_close_ends_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
