@@ -18,7 +18,6 @@ from sidecar.settings import Settings
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_MAX_SWITCH_BYTES = 64
 OPEN = frozenset({"/metrics", "/livez", "/readyz", "/startupz"})
 """For whoever reaches the port: Prometheus and the kubelet come from elsewhere."""
 
@@ -92,7 +91,7 @@ def application(
         return web.Response(text=f"{switch.mode.value}\n")
 
     async def turn_switch(request: web.Request) -> web.Response:
-        text = (await request.content.read(_MAX_SWITCH_BYTES)).decode("utf-8", "replace").strip().strip('"')
+        text = (await request.read()).decode("utf-8", "replace").strip().strip('"')
         try:
             switch.turn(text, "PUT /disagg")
         except ValueError as error:

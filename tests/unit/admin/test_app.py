@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import make_mocked_request
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from sidecar.admin.app import OPEN, application, is_loopback
 from sidecar.admin.health import Health
@@ -54,6 +55,32 @@ def asked(path: str, peer: str, *, key: str = "", shown: str = "", method: str =
         return response
 
     return asyncio.run(ask())
+
+
+def turned(*pieces: bytes) -> tuple[int, Mode]:
+    """What comes of a PUT whose body arrives like this."""
+
+    async def body() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+            await asyncio.sleep(0.05)
+
+    async def put() -> tuple[int, Mode]:
+        live = Live(Mode.AUTO)
+        observer = Observer(Endpoints([], AllowList([]), lambda: 0.0), Budget(1, 0))
+        app = application(Settings(), observer, Switch(live), Health(live, [], lambda _s: ""), lambda: "")
+        async with TestClient(TestServer(app)) as client, client.put("/disagg", data=body()) as response:
+            return response.status, live.mode
+
+    return asyncio.run(put())
+
+
+def test_switch_is_read_to_its_end() -> None:
+    assert turned(b"o", b"ff\n") == (200, Mode.OFF)
+    assert turned(b'"on"') == (200, Mode.ON)
+    assert turned(b"on", b" and off") == (400, Mode.AUTO)
+    assert turned(b"\xff") == (400, Mode.AUTO)
+    assert turned(*[b" " * 1000] * 5) == (413, Mode.AUTO)
 
 
 @pytest.mark.parametrize("path", sorted(OPEN - {"/metrics"}))
