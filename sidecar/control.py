@@ -256,9 +256,11 @@ class Control(ABC):
         self._background.start("drain", self._drain_and_stop())
 
     async def _drain_and_stop(self) -> None:
-        await self._drain()
-        if not self._stop.done():
-            self._stop.set_result(0)
+        try:
+            await self._drain()
+        finally:
+            if not self._stop.done():
+                self._stop.set_result(0)
 
     async def run(self) -> int:
         """Until a signal; returns the exit code."""

@@ -250,8 +250,10 @@ class Worker:
             self.over.set_result(None)
 
     async def _drain(self) -> None:
-        await self._serving.drain()
-        self.over.set_result(None)
+        try:
+            await self._serving.drain()
+        finally:
+            self.over.set_result(None)
 
     async def close(self) -> None:
         self._serving.close()
