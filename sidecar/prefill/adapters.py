@@ -74,14 +74,13 @@ class AdapterKeeper:
                 self._background.start("models of the decode engine", self._ask_own(rank, probe, known))
         if not any(known.fresh(now) for _, known in self._own):
             return  # what endpoints tell could not be compared with anything
-        for endpoint in self._endpoints:
-            if self._asking >= AT_ONCE:
+        for endpoint in sorted(self._endpoints, key=_turn):
+            if self._asking >= AT_ONCE or now < endpoint.models.ask_at:
                 return
-            if now >= endpoint.models.ask_at:
-                endpoint.models.ask_at = now + _longer(self._pause(endpoint.models.served))
-                self._asking += 1
-                task = self._background.start(f"models of {endpoint.label}", self._ask(endpoint))
-                task.add_done_callback(self._asked)
+            endpoint.models.ask_at = now + _longer(self._pause(endpoint.models.served))
+            self._asking += 1
+            task = self._background.start(f"models of {endpoint.label}", self._ask(endpoint))
+            task.add_done_callback(self._asked)
 
     def _pause(self, served: Served | None) -> float:
         return EVERY_S if served is not None and served.adapters and self._own_adapters else RARELY_S
@@ -128,6 +127,11 @@ class AdapterKeeper:
             known.ask_loads_at = self._now() + LOADS_EVERY_S
             loads = await probe.loads_adapters(TIMEOUT_S)
         return replace(served, loads=loads)
+
+
+def _turn(endpoint: Endpoint) -> float:
+    """Who has waited longest comes first."""
+    return endpoint.models.ask_at
 
 
 def _longer(pause_s: float) -> float:

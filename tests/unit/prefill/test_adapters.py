@@ -17,6 +17,7 @@ from sidecar.prefill.address import Address, AllowList
 from sidecar.prefill.endpoints import Endpoint, Endpoints
 from sidecar.prefill.served import Served, Told
 from sidecar.prefill.slots import Slots
+from tests.unit import clock
 
 
 class Engine:
@@ -103,6 +104,23 @@ def test_what_both_sides_tell_is_kept_for_a_while() -> None:
     assert world.own.fresh(world.clock) is not None
     run(world, 1)
     assert world.own.fresh(world.clock) is None
+
+
+def test_silent_ones_keep_nobody_from_his_turn() -> None:
+    class Silent(Engine):
+        async def served(self, timeout_s: float) -> Served | None:
+            await asyncio.sleep(timeout_s)
+            return None
+
+    async def main() -> None:
+        world = World(Engine(), Silent(), endpoints=1100)
+        world.keeper._now = asyncio.get_running_loop().time
+        world.background.start("models", world.keeper.run())
+        await asyncio.sleep(200)
+        assert all(endpoint.models.ask_at > float("-inf") for endpoint in world.endpoints)
+        await world.background.close()
+
+    clock.run(main())
 
 
 def test_nobody_is_asked_more_often_than_that() -> None:
