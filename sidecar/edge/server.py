@@ -1,11 +1,15 @@
 """Listens, sweeps overdue connections, drains. One for each rank's port."""
 
 import asyncio
+import logging
 import ssl
+from collections.abc import Callable
 from typing import Any
 
 from sidecar.edge.client import ClientConnection
 from sidecar.edge.service import Service
+
+_log = logging.getLogger("sidecar")
 
 SWEEP_S = 0.5
 """How late a deadline may be noticed. One timer for all connections costs less than one for each."""
@@ -59,11 +63,11 @@ class Server:
         loop = self._service.loop
         now = loop.time()
         for connection in [one for one in self._connections if 0.0 < one.deadline < now]:
-            connection.overdue()
+            _attended(connection, connection.overdue)
         self._service.engine.sweep(now)
         if self._service.live.draining:
             for connection in list(self._connections):
-                connection.drain()
+                _attended(connection, connection.drain)
             if not self._connections:
                 self._all_gone.set()
         self._timer = loop.call_later(0.05 if self._service.live.draining else SWEEP_S, self._sweep)
@@ -98,3 +102,11 @@ class Server:
     @property
     def open_connections(self) -> int:
         return len(self._connections)
+
+
+def _attended(connection: ClientConnection, attend: Callable[[], None]) -> None:
+    try:
+        attend()
+    except Exception:  # one connection's trouble must not end the sweep of all
+        _log.exception("a client connection that was due")
+        connection.abort()
