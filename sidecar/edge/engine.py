@@ -60,7 +60,10 @@ class Leg(Protocol):
 class Head:
     """An answer's head."""
 
-    __slots__ = ("_values", "chunked", "headers", "http_1_0", "length", "no_body", "reason", "status", "with_more")
+    __slots__ = (
+        *("_values", "chunked", "coding", "headers", "http_1_0", "length", "no_body", "reason", "status"),
+        "with_more",
+    )
 
     def __init__(self, status: int, reason: bytes, headers: Headers, *, http_1_0: bool) -> None:
         self.status = status
@@ -75,7 +78,11 @@ class Head:
         length = values.get(b"content-length")
         if length is not None:
             self.length = int(length)
-        self.chunked = b"transfer-encoding" in values
+        self.coding = b""
+        if b"transfer-encoding" in values:
+            codings = [value for name, value in headers if name.lower() == b"transfer-encoding"]
+            self.coding = b",".join(codings).lower()
+        self.chunked = self.coding == b"chunked"
 
     def value(self, key: bytes) -> bytes:
         """The first value of a field (key in lower case), or b""."""
@@ -284,6 +291,9 @@ class EngineConnection(asyncio.Protocol):
             if self._has(leg) and len(data) > end:
                 self._read_head(leg, data[end:])
             return
+        if head.coding not in (b"", b"chunked", b"identity"):
+            self._fail(leg, "garbage", "a transfer coding that nobody asked for")
+            return
         if self._is_head_request and not self._complete:
             self._complete = True
             self._parser = httptools.HttpResponseParser(self)  # the old one waits for a body that never comes
@@ -340,12 +350,8 @@ class EngineConnection(asyncio.Protocol):
         self.leg = self.relay = None
         self._head = None
         self._is_head_request = False
-        if (
-            reusable
-            and head is not None
-            and self._unsent is None
-            and b"close" not in head.value(b"connection").lower()
-        ):
+        stays = reusable and head is not None and b"close" not in head.value(b"connection").lower()
+        if stays and self._unsent is None:
             self._pool.put_back(self)
         else:
             self._close()
@@ -423,7 +429,7 @@ class EnginePool:
                 continue
             connection.reused = True
             leg.connected(connection, True)
-            return _nothing
+            return lambda: None
         task = self._loop.create_task(self._connect(leg))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
@@ -481,10 +487,6 @@ class EnginePool:
     def busy(self) -> int:
         """Connections with a request on them."""
         return len(self._open) - len(self._idle)
-
-
-def _nothing() -> None:
-    return None
 
 
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EHOSTDOWN}

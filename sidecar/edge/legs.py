@@ -303,8 +303,10 @@ class DecodeLeg(Leg):
         close = client.must_close(runner.request)
         self._filter = self._cached_tokens_filter(head)
         if head.no_body:
-            framing = b"content-length: %d\r\n" % head.length if head.length >= 0 and head.status != 204 else b""
-            if head.length < 0 and head.chunked:
+            framing = b""
+            if head.length >= 0 and head.status != 204:
+                framing = b"content-length: %d\r\n" % head.length
+            elif head.chunked and head.status != 204 and not runner.request.http_1_0:
                 framing = b"transfer-encoding: chunked\r\n"
         elif head.length >= 0:
             framing = b"content-length: %d\r\n" % head.length

@@ -135,6 +135,22 @@ def test_head_requests(stub: Stub, sidecar: Sidecar, framing: bytes) -> None:
             assert client.is_silent(0.02)
 
 
+def test_no_transfer_coding_with_an_answer_that_can_have_no_body(answered: Answered) -> None:
+    """RFC 9112, 6.1: a gateway before us takes a 204 that names one for broken."""
+    answer = answered(b"HTTP/1.1 204 No Content\r\nTransfer-Encoding: chunked\r\n\r\n")
+    assert (answer.status, answer.header("transfer-encoding")) == (204, None)
+
+
+@pytest.mark.parametrize("status", [200, 304])
+def test_no_transfer_coding_for_http_1_0(stub: Stub, sidecar: Sidecar, status: int) -> None:
+    """Which knows none, even of an answer to HEAD."""
+    stub.pieces, stub.closes = [b"HTTP/1.1 %d X\r\nTransfer-Encoding: chunked\r\n\r\n" % status], False
+    with sidecar.connect() as client:
+        client.send(b"HEAD %b HTTP/1.0\r\n\r\n" % PATH.encode())
+        answer = client.answer("HEAD")
+        assert (answer.status, answer.header("transfer-encoding")) == (status, None)
+
+
 def test_interim_answers(answered: Answered) -> None:
     """1xx pass, save 100, which is ours to send."""
     hints = b"HTTP/1.1 103 Early Hints\r\nLink: </a>; rel=preload\r\n\r\n"
@@ -162,6 +178,27 @@ def test_close_delimited_answer(answered: Answered) -> None:
     answer = answered(OK + b"X: 1\r\n\r\n", b"as long ", b"as it ", b"takes", closes=True)
     assert answer.body == b"as long as it takes"
     assert answer.header("connection") == "close"
+
+
+def test_the_identity_coding_is_none(answered: Answered) -> None:
+    """An old spelling of an answer that ends with its connection."""
+    answer = answered(OK + b"Transfer-Encoding: identity\r\n\r\n", b"as long", b" as it takes", closes=True)
+    assert (answer.header("transfer-encoding"), answer.header("connection")) == (None, "close")
+    assert answer.body == b"as long as it takes"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"Transfer-Encoding: gzip\r\n",
+        b"Transfer-Encoding: gzip, chunked\r\n",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: gzip\r\n",
+    ],
+)
+def test_a_transfer_coding_that_nobody_asked_for(answered: Answered, fields: bytes) -> None:
+    """Passed on as chunked, the client would take compressed bytes, or no chunks at all, for the answer."""
+    answer = answered(OK + fields + b"\r\n2\r\nok\r\n0\r\n\r\n", closes=True)
+    assert (answer.status, answer.reason_code) == (502, "decode_garbage")
 
 
 def test_http_1_0_engine(answered: Answered) -> None:
