@@ -319,13 +319,12 @@ class EngineConnection(asyncio.Protocol):
             return
         pieces: list[bytes] = []
         self._pieces = pieces
-        error = self._feed(data)
-        if self._ended() and (error or self._surplus):
-            if head.length >= 0:  # the answer is whole; what follows it is not ours to pass on
-                self._finish(leg, b"".join(pieces), pieces, reusable=False)
-            else:
-                self._fail(leg, "garbage", error or "bytes behind the end of the answer")
+        was_at_boundary = self._at_boundary
+        error = self._feed(data) or ("bytes behind the end of the answer" if self._surplus else "")
+        if error and self._ended() and head.length >= 0:  # it is whole; what follows it is not ours to pass on
+            self._finish(leg, b"".join(pieces), pieces, reusable=False)
         elif error:
+            self._at_boundary = was_at_boundary  # the leg does not get what ends here
             self._fail(leg, "garbage", error)
         elif self._ended():
             self._finish(leg, data, pieces, reusable=not head.http_1_0)

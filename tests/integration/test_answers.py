@@ -276,6 +276,22 @@ def test_broken_body_is_never_a_whole_one(answered: Answered, name: str) -> None
         answered(BROKEN_BODIES[name], closes=True)
 
 
+@pytest.mark.parametrize("rest", [b"ta: 1\r\nzz\r\n", b"ta: 1\r\n0\r\n\r\nmore"], ids=repr)
+def test_no_last_event_within_a_chunk_whose_end_was_not_passed_on(
+    stub: Stub, sidecar: Sidecar, rest: bytes
+) -> None:
+    """What ends the chunk came with what is wrong, and is not passed on: the client waits for the rest of it."""
+    begun = threading.Event()
+    head = OK + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    stub.pieces, stub.closes = (head + b"7\r\nda", begun, rest), False
+    with sidecar.connect() as client:
+        client.request("GET", PATH)
+        client.head()
+        assert client.exactly(5) == b"7\r\nda"
+        begun.set()
+        assert b"ta: 1\r\n".startswith(client.rest())
+
+
 # -- however it is cut (property) ----------------------------------------------------------------------------
 
 
