@@ -7,6 +7,7 @@ a relayed chunk must cost two system calls and little else. This file knows noth
 import asyncio
 import logging
 import socket
+import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import cast
@@ -34,6 +35,7 @@ READ_BEFORE = 8
 
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 60, 15, 4
 
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _NO_PARSER = cast("httptools.HttpRequestParser", None)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -377,11 +379,20 @@ class ClientConnection(asyncio.Protocol):
     def close_when_answered(self) -> None:
         self._close_when_answered = True
 
-    def close_after_write(self) -> None:
-        """The answer cannot be completed; what is written goes out, then the connection ends."""
+    def close_after_write(self, *, reset: bool) -> None:
+        """The answer cannot be completed; what is written goes out, then the connection ends. `reset`: for a client
+        that would take an orderly end for that of the answer."""
         self._deaf = True
-        if self.transport is not None:
-            self.transport.close()
+        transport = self.transport
+        if transport is None:
+            return
+        if reset:
+            sock = transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        if reset and not transport.can_write_eof():  # TLS would say goodbye
+            transport.abort()
+        else:
+            transport.close()
 
     def answered(self, request: Request) -> None:
         """The current request is over; the next one follows."""

@@ -432,6 +432,14 @@ class DecodeLeg(Leg):
                 client.write((rest,))
         self._runner.finish(self._written)
 
+    @property
+    def would_look_whole(self) -> bool:
+        """Whether an answer that broke off ends for the client as a complete one does, and no event tells."""
+        head = self._head
+        if head is None or head.value(b"content-type").startswith(b"text/event-stream"):
+            return False
+        return head.length < 0 and not self._is_chunked
+
     def last_words(self, row: Row) -> bytes:
         """What may still be written to a client whose answer broke off, in the framing that its head announced;
         never a clean end."""

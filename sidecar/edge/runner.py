@@ -281,7 +281,7 @@ class Runner:
         if isinstance(leg, DecodeLeg) and self.client is not None:
             if tail := leg.last_words(command.row):
                 self.client.write((tail,))
-            self.client.close_after_write()
+            self.client.close_after_write(reset=leg.would_look_whole)
         self._finish()
 
     def _to_first_byte(self, _command: commands.ToFirstByte) -> None:

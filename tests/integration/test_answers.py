@@ -276,6 +276,18 @@ def test_broken_body_is_never_a_whole_one(answered: Answered, name: str) -> None
         answered(BROKEN_BODIES[name], closes=True)
 
 
+def test_broken_body_that_ends_with_the_connection_is_reset(stub: Stub, sidecar: Sidecar) -> None:
+    """Case 23, for a client of HTTP/1.0: it has no other way to see that something is missing."""
+    stub.pieces = (OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n", b"5\r\n123")
+    stub.closes = True
+    with sidecar.connect() as client:
+        client.send(b"GET %b HTTP/1.0\r\n\r\n" % PATH.encode())
+        assert client.head().header("connection") == "close"
+        assert client.exactly(8) == b"12345123"
+        with pytest.raises(ConnectionResetError):
+            client.socket.recv(1)
+
+
 @pytest.mark.parametrize("rest", [b"ta: 1\r\nzz\r\n", b"ta: 1\r\n0\r\n\r\nmore"], ids=repr)
 def test_no_last_event_within_a_chunk_whose_end_was_not_passed_on(
     stub: Stub, sidecar: Sidecar, rest: bytes
