@@ -15,6 +15,7 @@ from typing import cast
 import httptools
 
 from sidecar.edge import errors
+from sidecar.edge.body_reader import BodyReader
 from sidecar.edge.request import MAX_HEAD_BYTES, Headers, Request
 from sidecar.edge.runner import Runner
 from sidecar.edge.service import Service
@@ -55,44 +56,6 @@ def _keep_alive(transport: asyncio.BaseTransport) -> None:
 
 def _row(fault: str) -> Row:
     return TABLE[Stage.READING, fault]
-
-
-class _BodyReader(asyncio.BufferedProtocol):
-    """Stands in for a client connection while a large body is read."""
-
-    def __init__(self, client: "ClientConnection", request: Request) -> None:
-        self._client = client
-        self._request = request
-        self._body = bytearray(request.length)
-        filled = 0
-        for part in request.parts:
-            self._body[filled : filled + len(part)] = part
-            filled += len(part)
-        request.parts = []
-        self._filled = filled
-        self._view = memoryview(self._body)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._view[self._filled :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._filled += nbytes
-        self._client.body_progressed()
-        if self._filled == len(self._body):
-            self._view.release()
-            self._client.body_read(self._request, self._body)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._client.connection_lost(exc)
-
-    def eof_received(self) -> None:
-        self._client.eof_received()
-
-    def pause_writing(self) -> None:
-        self._client.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._client.resume_writing()
 
 
 class ClientConnection(asyncio.Protocol):
@@ -289,7 +252,7 @@ class ClientConnection(asyncio.Protocol):
         if missing < READ_IN_PLACE_BYTES or request.is_streamed or self._deaf or transport is None:
             return
         transport.pause_reading()
-        transport.set_protocol(_BodyReader(self, request))
+        transport.set_protocol(BodyReader(self, request))
         transport.resume_reading()
 
     def body_read(self, request: Request, body: bytearray) -> None:
