@@ -73,7 +73,9 @@ def test_in_mid_answer_and_between_the_legs(pair: Pair) -> None:
         assert answer.status in (502, 503), answer.body
         assert answer.reason_code in ("decode_reset", "decode_refused", "pull_reset"), answer.body
     for answer in between.answers():
-        assert (answer.status, answer.reason_code) == (503, "handoff_refused")
+        # decode_refused: a connection that outlived the engine for a moment took the handoff along, and then the
+        # local try found nobody.
+        assert (answer.status, answer.reason_code) in ((503, "handoff_refused"), (503, "decode_refused"))
         assert answer.header("retry-after")
     idle(sidecar)
     # Nobody could give the blocks back: they go with their lease.
