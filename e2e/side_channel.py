@@ -25,6 +25,7 @@ import zmq
 
 from e2e.asking import COMPLETIONS, ask, prompt, request_body
 from e2e.door import Door, gone_between_the_legs
+from e2e.ending import end_what_was_started
 from e2e.engines import HOST, Engine
 from e2e.pair import LEASE_S, free
 from e2e.rig import Rig
@@ -214,4 +215,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_what_was_started()
     sys.exit(main())

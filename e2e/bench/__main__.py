@@ -24,6 +24,7 @@ from e2e.bench.plots import all_plots
 from e2e.bench.profiling import profile
 from e2e.bench.proxies import SPECS, add_baseline, use_python
 from e2e.bench.rig import RigError
+from e2e.ending import end_what_was_started
 
 _DOCS = Path(__file__).parents[2] / "docs" / "bench"
 _QUICK = Pace(rounds=3, warm_s=0.2, window_s=0.8, memory_rounds=1)
@@ -164,4 +165,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_what_was_started()
     sys.exit(main())

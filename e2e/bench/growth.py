@@ -36,6 +36,7 @@ from e2e.bench.install import cache_folder, install, versions
 from e2e.bench.measure import Bench, Pace, memory_mb, trouble
 from e2e.bench.proxies import SPECS, NotReadyError, Place, Proxy, Spec
 from e2e.bench.rig import RigError
+from e2e.ending import end_what_was_started
 from e2e.rounds import turns
 from sidecar.admin.exposition import pieces
 from sidecar.admin.observer import Observer
@@ -441,4 +442,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_what_was_started()
     sys.exit(main())

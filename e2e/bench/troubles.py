@@ -25,6 +25,7 @@ from typing import Any
 from e2e import machine
 from e2e.bench.install import WHEELS, install
 from e2e.bench.proxies import SPECS, NotReadyError, Proxy
+from e2e.ending import end_what_was_started
 from e2e.rounds import table
 from tests.engine import Fault, ThreadedEngine
 from tests.integration.client import Answer, Client, Cut
@@ -300,4 +301,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_what_was_started()
     sys.exit(main())

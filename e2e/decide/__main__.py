@@ -17,9 +17,10 @@ from typing import Any
 from e2e import machine
 from e2e.decide import report
 from e2e.decide.ways import LEAST_TOKENS, MAIN, MIXED, SIDE, WARM_UP, WAYS
+from e2e.ending import end_what_was_started
 from e2e.engines import HOST
 from e2e.latency.measure import BLOCK_SIZE, DTYPE, UCX_TLS, Cores, Result, Stage, run_rounds
-from e2e.latency.publish import end_what_was_started, publish
+from e2e.latency.publish import publish
 from e2e.rounds import turns
 from tests.ports import free_ports
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from e2e import machine
 from e2e.bench.install import install, versions
+from e2e.ending import end_what_was_started
 from e2e.engines import RigError
 from e2e.latency import report
 from e2e.latency.measure import BLOCK_SIZE, DTYPE, ROUTER, UCX_TLS, Cores, Result, Stage, run_scenario
-from e2e.latency.publish import end_what_was_started, publish
+from e2e.latency.publish import publish
 from e2e.latency.scenarios import MODES, SCENARIOS
 
 _ROOT = Path(__file__).parents[2]

@@ -5,8 +5,6 @@ know what was measured.
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,9 +64,3 @@ def compact(document: dict[str, Any]) -> str:
     for number, line in enumerate(requests):
         text = text.replace(f'"@@{number}@@"', line, 1)
     return text + "\n"
-
-
-def end_what_was_started() -> None:
-    """Ended by a signal, too, a run ends what it started; a shell's `&` would have it ignore a Ctrl-C."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
