@@ -10,6 +10,7 @@ from sidecar.edge.engine import Buffer, Head
 from sidecar.edge.request import Request
 from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import (
+    LARGE_BYTES,
     Fields,
     NotAnObject,
     decode_body,
@@ -54,7 +55,9 @@ def to_prefill(request: Request, label: str, body: Sequence[Buffer], lines: byte
         lines,
         sum(map(len, body)),
     )
-    return head + body[0], *body[1:]
+    if len(body[0]) < LARGE_BYTES:
+        return head + body[0], *body[1:]
+    return head, *body
 
 
 def to_decode(

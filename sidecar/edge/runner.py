@@ -220,7 +220,8 @@ class Runner:
         exchange = self._exchange
         params = service.connector.prefill_params(exchange.transfer_id)
         params = for_prefill(params, self._take_source(), endpoint, service)
-        body = prefill_body(self.api, self._members, params, wants_token_ids=exchange.wants_token_ids)
+        size = len(self._body)
+        body = prefill_body(self.api, self._members, size, params, wants_token_ids=exchange.wants_token_ids)
         lines = self._trace.for_prefill() if self._trace is not None else b""
         # Where nobody has told yet how many ranks there are, decode is told of the first.
         first = 0 if service.connector.names_transfers and not endpoint.facts.ranks else -1

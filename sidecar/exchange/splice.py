@@ -78,7 +78,7 @@ def _members_to_remove(top: Fields) -> list[tuple[str, ...]]:
 def without_forbidden(body: Body, top: Fields) -> bytes | None:
     """`body` without the members that a client may never set, or None if it holds none of them."""
     paths = _members_to_remove(top)
-    return remove(bytes(body), paths) if paths else None
+    return remove(body, paths) if paths else None
 
 
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],]', re.DOTALL)
@@ -87,7 +87,7 @@ _BRACE = re.compile(rb"\{")
 _EMPTY = re.compile(rb"\{[ \t\n\r]*\}")
 
 
-def _members(body: bytes, start: int) -> tuple[list[tuple[str, int, int, int]], int]:
+def _members(body: bytes | bytearray, start: int) -> tuple[list[tuple[str, int, int, int]], int]:
     """(key, offset of the key, offset of the value, end of the value) of the object at `start`, and its end."""
     found: list[tuple[str, int, int, int]] = []
     depth = 0
@@ -118,26 +118,31 @@ def _members(body: bytes, start: int) -> tuple[list[tuple[str, int, int, int]], 
     raise NotAnObject("object does not end")
 
 
-def remove(body: bytes, paths: Iterable[tuple[str, ...]]) -> bytes:
+def remove(body: Body, paths: Iterable[tuple[str, ...]]) -> bytes:
     """`body` (valid JSON) without every member that one of `paths` names; all other bytes stay.
 
     A repeated or escaped spelling of a key is removed as well. With the member goes one comma and the white
     space around it.
     """
+    if isinstance(body, memoryview):
+        body = bytes(body)
     start = 0
     while body[start] in _SPACE:
         start += 1
     cuts: list[tuple[int, int]] = []
     _cuts(body, start, tuple(paths), cuts)
+    view = memoryview(body)  # a body may be large: one copy is enough
     out, at = [], 0
     for begin, end in sorted(cuts):
-        out.append(body[at:begin])
+        out.append(view[at:begin])
         at = end
-    out.append(body[at:])
+    out.append(view[at:])
     return b"".join(out)
 
 
-def _cuts(body: bytes, start: int, paths: tuple[tuple[str, ...], ...], cuts: list[tuple[int, int]]) -> None:
+def _cuts(
+    body: bytes | bytearray, start: int, paths: tuple[tuple[str, ...], ...], cuts: list[tuple[int, int]]
+) -> None:
     members, _ = _members(body, start)
     gone = {path[0] for path in paths if len(path) == 1}
     kept_end = -1
@@ -180,10 +185,10 @@ def _object(members: Fields, replace: Mapping[str, bytes], drop: frozenset[str])
     return b"".join(_parts(members, replace, drop))
 
 
-def _in_large_parts(parts: list[bytes | msgspec.Raw], prompt: msgspec.Raw | None) -> list[bytes | memoryview]:
-    """The same bytes in few parts: what is large stays where it is, what is small is joined. Without a large prompt
-    nothing is worth a look."""
-    if prompt is None or len(memoryview(prompt)) < LARGE_BYTES:
+def _in_large_parts(parts: list[bytes | msgspec.Raw], size: int) -> list[bytes | memoryview]:
+    """The same bytes in few parts: what is large stays where it is, what is small is joined. `size`: bytes of the
+    body that `parts` are of."""
+    if size < LARGE_BYTES:
         return [b"".join(parts)]
     out: list[bytes | memoryview] = []
     small: list[bytes | msgspec.Raw] = []
@@ -240,19 +245,20 @@ def _spelled(key: str) -> bytes:
 
 
 def prefill_body(
-    api: Api, members: Fields, params: bytes, *, wants_token_ids: bool = False
+    api: Api, members: Fields, size: int, params: bytes, *, wants_token_ids: bool = False
 ) -> list[bytes | memoryview]:
-    """The prefill leg's body in parts: one token, no stream, one sample, nothing that could end it early. `params`
-    is the JSON that the connector puts into `kv_transfer_params`, b"" for none. A large prompt is not copied."""
+    """The prefill leg's body in parts: one token, no stream, one sample, nothing that could end it early. `size` is
+    the bytes that the client's body has (a large member of it is not copied), `params` the JSON that the connector
+    puts into `kv_transfer_params`, b"" for none."""
     own = {"kv_transfer_params": params} if params else {}
     if wants_token_ids:
         own["return_token_ids"] = b"true"
     if not api.sampling:
-        return _in_large_parts(_parts(members, {**api.caps, **own}, api.drop), members.get(api.prompt[0]))
+        return _in_large_parts(_parts(members, {**api.caps, **own}, api.drop), size)
     inner = members.get(api.sampling)
     capped = _object(fields(inner) if inner is not None else {}, api.caps, api.drop)
     outer = {**api.outer_caps, api.sampling: capped, **own}
-    return _in_large_parts(_parts(members, outer, api.outer_drop), members.get(api.prompt[0]))
+    return _in_large_parts(_parts(members, outer, api.outer_drop), size)
 
 
 def decode_body(body: Body, params: bytes) -> tuple[bytes, memoryview]:

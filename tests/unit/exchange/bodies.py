@@ -162,8 +162,9 @@ PARAMS = b'{"do_remote_prefill":true,"remote_block_ids":[[1, 2]],"x":1.0}'
 
 def prefilled(api: Api, members: Fields, params: bytes) -> bytes:
     """The prefill body, the same in whatever parts it comes."""
-    whole = b"".join(prefill_body(api, members, params))
+    (whole,) = prefill_body(api, members, 0, params)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splice, "LARGE_BYTES", 4)
-        assert b"".join(prefill_body(api, members, params)) == whole
+        assert b"".join(prefill_body(api, members, 4, params)) == whole
+    assert isinstance(whole, bytes)
     return whole

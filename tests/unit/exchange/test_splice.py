@@ -109,15 +109,15 @@ def test_every_kind_of_buffer(kind: Any) -> None:
     assert json.loads(prefilled(APIS[b"/v1/completions"], fields(clean), b"{}"))["prompt"] == "a"
 
 
-def test_a_large_prompt_is_sent_from_where_it_lies() -> None:
-    prompt = json.dumps("x" * LARGE_BYTES).encode()
-    parts = prefill_body(
-        APIS[b"/v1/completions"], fields(b'{"model":"m","prompt":%b,"max_tokens":5}' % prompt), PARAMS
-    )
+@pytest.mark.parametrize("large", ["prompt", "user"])
+def test_what_is_large_is_sent_from_where_it_lies(large: str) -> None:
+    value = json.dumps("x" * LARGE_BYTES).encode()
+    body = b'{"model":"m","%b":%b,"max_tokens":5}' % (large.encode(), value)
+    parts = prefill_body(APIS[b"/v1/completions"], fields(body), len(body), PARAMS)
     before, view, behind = parts
     assert isinstance(view, memoryview)
-    assert view == prompt
-    assert before == b'{"model":"m","prompt":'
+    assert view == value
+    assert before == b'{"model":"m","%b":' % large.encode()
     assert bytes(behind).startswith(b',"max_tokens":1,"stream":false')
 
 
