@@ -62,6 +62,7 @@ class ClientConnection(asyncio.Protocol):
     """One connection. At most one request is being answered; `deadline` is looked at by the server's sweep."""
 
     __slots__ = (
+        "_beginning",
         "_close_when_answered",
         "_connections",
         "_deaf",
@@ -69,6 +70,7 @@ class ClientConnection(asyncio.Protocol):
         "_headers",
         "_lingering",
         "_parser",
+        "_paused",
         "_queue",
         "_reading",
         "_refusal",
@@ -98,12 +100,15 @@ class ClientConnection(asyncio.Protocol):
         """Some of a request has been read, not all."""
         self._queue: deque[Request] = deque()
         self._runner: Runner | None = None
+        self._beginning = False
         self._close_when_answered = False
         self._deaf = False
         """Whatever else arrives is thrown away."""
         self._refusal: tuple[Row, str] | None = None
         """Why reading ended, while answers are still owed to earlier requests."""
         self._lingering = False
+        self._paused = False
+        """The client does not read what it was sent; until it does, no further request of its is begun."""
 
     # -- asyncio -------------------------------------------------------------------------------------------
 
@@ -145,7 +150,7 @@ class ClientConnection(asyncio.Protocol):
         self._feed(data)
         if request is not None and request is self._request:  # trailers and sizes of chunks bring nothing of it
             self._head_bytes = self._head_bytes + len(data) if request.size == size else 0
-        if self._request is not None and self._runner is None and self._request.size:
+        if self._request is not None and self._request.size and self._is_free:
             self._read_in_place(self._request)
         if self._reading and self._head_bytes > MAX_HEAD_BYTES + 65536:
             self._refuse(_row("head_too_large"))
@@ -154,14 +159,23 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = self._service.loop.time() + self._service.settings.client_body_timeout
 
     def pause_writing(self) -> None:
+        self._paused = True
         self.deadline = self._service.loop.time() + self._service.settings.client_idle_timeout
         if self._runner is not None:
             self._runner.pause()
 
     def resume_writing(self) -> None:
+        self._paused = False
         if self._runner is not None:  # else what is read now is the end of an answer, and the idle time runs on
             self.deadline = 0.0
             self._runner.resume()
+        else:
+            self._begin_next()
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether a request that comes now may begin."""
+        return self._runner is None and not self._queue and not self._paused
 
     # -- reading -------------------------------------------------------------------------------------------
 
@@ -218,7 +232,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if not request.has_body or request.upgrade:  # of one that wishes to upgrade the parser reads the head alone
             return
-        if self._runner is None and not self._queue:
+        if self._is_free:
             self._body_may_come(request)
 
     def _body_may_come(self, request: Request) -> None:
@@ -290,7 +304,7 @@ class ClientConnection(asyncio.Protocol):
         request.parts = []
         if request.upgrade:
             self._queue.append(request)  # `_upgrade_wished` follows at once
-        elif self._runner is None and not self._queue:
+        elif self._is_free:
             self._start(request)
         else:
             self._queue.append(request)
@@ -303,7 +317,7 @@ class ClientConnection(asyncio.Protocol):
             return
         request = self._queue.pop()
         self._parser = httptools.HttpRequestParser(self)
-        if request.method == b"GET" and not request.has_body and self._runner is None and not self._queue:
+        if request.method == b"GET" and not request.has_body and self._is_free:
             if self.transport is not None:
                 self.transport.pause_reading()  # until the engine has said what protocol it is
             self._close_when_answered = bool(rest)
@@ -369,19 +383,37 @@ class ClientConnection(asyncio.Protocol):
         settings = self._service.settings
         wait_s = settings.client_body_timeout if self._reading else settings.client_idle_timeout
         self.deadline = self._service.loop.time() + wait_s
-        if self._queue:
-            next_request = self._queue.popleft()
-            if not self._queue:
-                transport.resume_reading()
-            self._start(next_request)
-        elif self._refusal is not None:
+        if request.upgrade:
+            transport.resume_reading()
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        """What is owed to the client next, once it reads what it was sent."""
+        if self._beginning:  # a request that ended as soon as it began: the loop goes on
+            return
+        self._beginning = True
+        try:
+            while self._queue and self._may_begin:
+                request = self._queue.popleft()
+                if not self._queue and self.transport is not None:
+                    self.transport.resume_reading()
+                self._start(request)
+        finally:
+            self._beginning = False
+        if self._queue or not self._may_begin:
+            return
+        if self._refusal is not None:
             self._write_refusal(*self._refusal)
         elif self._service.live.draining:
             self._end(unread=False)
-        elif request.upgrade:
-            transport.resume_reading()
         elif self._request is not None:  # its head came while another request was being answered
             self._body_may_come(self._request)
+
+    @property
+    def _may_begin(self) -> bool:
+        transport = self.transport
+        is_open = transport is not None and not transport.is_closing() and not self._lingering
+        return is_open and self._runner is None and not self._paused
 
     def _refuse(self, row: Row, detail: str = "") -> None:
         """The request at hand cannot be read, so nothing behind it can be trusted."""
@@ -455,12 +487,12 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._lingering:
             self.transport.abort()
-        elif not self._reading and self._runner is None:
+        elif not self._reading and self._runner is None and not self._queue:
             self._close_idle()
             if not self._lingering:  # what is buffered is sent first, to a client that may read no further
                 self._lingering = True
                 self.deadline = self._service.loop.time() + self._service.settings.client_idle_timeout
-        elif self._runner is None:
+        elif self._runner is None and not self._queue:
             self._refuse(_row("too_slow"))
         else:  # a streamed body that stopped, or a client that reads no more of its answer
             self.transport.abort()

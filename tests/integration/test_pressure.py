@@ -16,7 +16,7 @@ import pytest
 
 from tests.engine import Fault
 from tests.integration.apis import CHAT, COMPLETIONS
-from tests.integration.client import Client
+from tests.integration.client import Client, request
 from tests.integration.sidecar import AT_ONCE_S, Rig, chat, completion, eventually, quick
 from tests.ports import free_ports
 
@@ -66,6 +66,57 @@ def test_slow_reader_pauses_the_engine(rig: Rig) -> None:
         client.body(answer, "POST")
     assert len(answer.body) > size
     assert rig.sidecar.peak_rss_mib - before < 16
+
+
+def test_slow_reader_of_many_answers(rig: Rig) -> None:
+    """The same of answers that each end before the client's connection is full: what it asked for behind those
+    that it has not read waits."""
+    rig.target = ""
+    count, size = 300, MIB // 5
+    rig.decode.fault(Fault(pad_bytes=size), path=COMPLETIONS)
+    before = rig.sidecar.rss_mib
+    with rig.sidecar.connect() as client:
+        client.socket.settimeout(20)
+        for _ in range(count):
+            client.request("POST", COMPLETIONS, completion())
+        asked = -1
+        while asked != len(rig.decoded()):
+            asked = len(rig.decoded())
+            time.sleep(0.5)
+        assert 0 < asked * size < 40 * MIB, "socket buffers, and no more"
+        assert rig.sidecar.rss_mib - before < 8
+        for _ in range(count):
+            assert len(client.answer("POST").body) > size
+    assert rig.sidecar.peak_rss_mib - before < 16
+
+
+def test_many_requests_behind_one(rig: Rig) -> None:
+    """Those that are refused end as soon as they begin, one after the other and not one within the other."""
+    rig.target = ""
+    count = 3000
+    with rig.sidecar.connect() as client:
+        refused = request("POST", COMPLETIONS, b"{")
+        client.send(request("POST", COMPLETIONS, completion()) + refused * count)
+        assert client.answer("POST").status == 200
+        for _ in range(count):
+            assert client.answer("POST").status == 400
+
+
+def test_slow_reader_of_our_own_answers(rig: Rig) -> None:
+    """Nor do refusals pile up here."""
+    count = 60_000
+    refused = request("POST", COMPLETIONS, b"{", [("x", "x" * 500)])
+    before = rig.sidecar.rss_mib
+    with rig.sidecar.connect() as client:
+        client.socket.settimeout(20)
+        sender = threading.Thread(target=client.send, args=(refused * count,))
+        sender.start()
+        sender.join(2)
+        assert sender.is_alive(), "the sidecar reads no further"
+        for _ in range(count):
+            assert client.answer("POST").status == 400
+        sender.join()
+    assert rig.sidecar.peak_rss_mib - before < 8
 
 
 def test_slow_reader_of_a_stream_that_leaves(rig: Rig) -> None:
