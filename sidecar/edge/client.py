@@ -6,15 +6,13 @@ a relayed chunk must cost two system calls and little else. This file knows noth
 
 import asyncio
 import logging
-import socket
-import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
 import httptools
 
-from sidecar.edge import errors
+from sidecar.edge import errors, sockets
 from sidecar.edge.body_reader import BodyReader
 from sidecar.edge.request import MAX_HEAD_BYTES, Headers, Request
 from sidecar.edge.runner import Runner
@@ -34,24 +32,8 @@ READ_IN_PLACE_BYTES = 131072
 READ_BEFORE = 8
 """Part of a body that must have arrived before there is a place for all of it: a length is easily stated."""
 
-KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 60, 15, 4
-
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _NO_PARSER = cast("httptools.HttpRequestParser", None)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
-def _keep_alive(transport: asyncio.BaseTransport) -> None:
-    """A client whose host vanished sends nothing: without probes its stream would go on for ever."""
-    sock = transport.get_extra_info("socket")
-    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-        for option, value in (
-            (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
-            (socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
-            (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
-        ):
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _row(fault: str) -> Row:
@@ -116,7 +98,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from asyncio's
         self.transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         self._connections.add(self)
-        _keep_alive(transport)
+        sockets.keep_alive(transport)
         self.deadline = self._service.loop.time() + self._service.settings.client_head_timeout
 
     def eof_received(self) -> None:
@@ -180,10 +162,14 @@ class ClientConnection(asyncio.Protocol):
     # -- reading -------------------------------------------------------------------------------------------
 
     def _feed(self, data: bytes) -> None:
+        unread: list[bytes | memoryview] = [data]
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as stop:
-            self._upgrade_wished(data[stop.args[0] :])
+            while unread:
+                part = unread.pop()
+                try:
+                    self._parser.feed_data(part)
+                except httptools.HttpParserUpgrade as stop:
+                    unread += self._upgrade_wished(memoryview(part)[stop.args[0] :])
         except httptools.HttpParserCallbackError as error:  # not the client's fault: ours
             request_id = self._runner.request.request_id.decode() if self._runner is not None else ""
             _log.error("a request ends by a bug of ours (%s)", request_id, exc_info=error.__context__)
@@ -311,10 +297,11 @@ class ClientConnection(asyncio.Protocol):
             if len(self._queue) >= MAX_PIPELINED and self.transport is not None:
                 self.transport.pause_reading()
 
-    def _upgrade_wished(self, rest: bytes) -> None:
-        """The parser stopped behind a head that asks for another protocol; `rest` is what follows it."""
+    def _upgrade_wished(self, rest: memoryview) -> tuple[bytes | memoryview, ...]:
+        """The parser stopped behind a head that asks for another protocol; `rest` is what follows it. Returns what
+        is to be read on, last part first."""
         if self._deaf:
-            return
+            return ()
         request = self._queue.pop()
         self._parser = httptools.HttpRequestParser(self)
         if request.method == b"GET" and not request.has_body and self._is_free:
@@ -322,11 +309,11 @@ class ClientConnection(asyncio.Protocol):
                 self.transport.pause_reading()  # until the engine has said what protocol it is
             self._close_when_answered = bool(rest)
             runner = self._runner = Runner(self._service, self, request)
-            runner.tunnel_data(rest)
+            runner.tunnel_data(bytes(rest))
             runner.start()
-            return
+            return ()
         # Some clients offer h2c with every request. A server may ignore the wish, and its body is still to come.
-        self._feed(request.without_upgrade() + rest)
+        return (rest, request.without_upgrade()) if rest else (request.without_upgrade(),)
 
     # -- answering -----------------------------------------------------------------------------------------
 
@@ -364,8 +351,7 @@ class ClientConnection(asyncio.Protocol):
         if transport is None:
             return
         if reset:
-            sock = transport.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            sockets.reset_on_close(transport)
         if reset and not transport.can_write_eof():  # TLS would say goodbye
             transport.abort()
         else:
@@ -447,6 +433,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _linger(self) -> None:
         self._lingering = True
+        if self.transport is not None:
+            self.transport.resume_reading()  # a body may have had to wait
         self.deadline = self._service.loop.time() + LINGER_S
 
     def _close_idle(self) -> None:

@@ -195,6 +195,8 @@ class DecodeLeg(Leg):
         self._connection = connection
         if not self._runner.decode_connected():
             return
+        if self._body_parts and self._runner.client is not None:
+            self._runner.client.resume_body()
         is_head = self._runner.request.method == b"HEAD"
         connection.send(self, (*self._parts, *self._body_parts), is_head_request=is_head)
         self._body_parts.clear()
@@ -232,6 +234,8 @@ class DecodeLeg(Leg):
             self._connection.write((data,))
         elif not self._sent:
             self._body_parts.append(data)
+            if self._runner.client is not None:  # what follows stays where it is until the engine takes it
+                self._runner.client.pause_body()
 
     def pause(self) -> None:
         if self._streams_body and self._runner.client is not None:

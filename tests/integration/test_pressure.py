@@ -16,8 +16,8 @@ import pytest
 
 from tests.engine import Fault
 from tests.integration.apis import CHAT, COMPLETIONS
-from tests.integration.client import Client, request
-from tests.integration.sidecar import AT_ONCE_S, Rig, chat, completion, eventually, quick
+from tests.integration.client import Client, chunked, request
+from tests.integration.sidecar import AT_ONCE_S, BlackHole, Rig, Sidecar, chat, completion, eventually, quick
 from tests.ports import free_ports
 
 MIB = 1 << 20
@@ -161,6 +161,30 @@ def test_huge_answers(rig: Rig) -> None:
         padding = answer.body.partition(b'"padding":"')[2]
         assert padding == b"x" * size + b'"}'
     assert rig.sidecar.peak_rss_mib - before < 24
+
+
+def test_streamed_body_for_an_engine_that_takes_no_connection() -> None:
+    """What is streamed waits in the client's socket until somebody is there to have it."""
+    with BlackHole() as hole:
+        sidecar = Sidecar("--model-server-port", str(hole.port), ready="/livez")
+        try:
+            before = sidecar.rss_mib
+            with sidecar.connect() as client:
+                headers = [("Content-Type", "audio/wav"), ("Transfer-Encoding", "chunked")]
+                client.request("POST", "/v1/audio", b"", headers)
+                client.socket.settimeout(1)
+                piece = chunked(bytes(MIB)).removesuffix(b"0\r\n\r\n")
+                sent = 0
+                with suppress(TimeoutError):
+                    while sent < 100 * MIB:
+                        client.send(piece)
+                        sent += MIB
+                assert sent < 30 * MIB, "socket buffers, and no more"
+                client.socket.settimeout(20)
+                assert client.answer("POST").status == 503
+            assert sidecar.peak_rss_mib - before < 8
+        finally:
+            sidecar.stop()
 
 
 def large(size: int) -> bytes:

@@ -41,6 +41,17 @@ def handshake(rest: bytes = b"") -> bytes:
     return request("GET", "/v1/realtime?model=x", headers=headers) + rest
 
 
+def test_many_offers_at_once(rig: Rig) -> None:
+    """Each is ignored, one after the other."""
+    count = 3000
+    offer = request("POST", "/", b"{}", [("Connection", "Upgrade"), ("Upgrade", "h2c")])
+    with rig.sidecar.connect() as client:
+        client.send(request("POST", COMPLETIONS, completion()) + offer * count)
+        assert client.answer("POST").status == 200
+        for _ in range(count):
+            assert client.answer("POST").status == 404
+
+
 def test_websocket(rig: Rig) -> None:
     """Both ways, of every size, at once; the end of either side is the end."""
     with rig.sidecar.connect() as client:
