@@ -40,7 +40,7 @@ def _flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--baseline", metavar="REVISION|FOLDER", help="also measure the sidecar of another revision, as `baseline`"
     )
-    parser.add_argument("--python", metavar="PATH", help="interpreter of the sidecar (same version as this one)")
+    parser.add_argument("--python", metavar="PATH", help="interpreter of the sidecar: a venv's, or of this version")
     parser.add_argument("--rounds", type=int, help="alternating rounds of each case")
     parser.add_argument("--seconds", type=float, help="length of one measured window")
     parser.add_argument("--nice", type=int, default=0, help="niceness of proxies and rig; below 0 needs root")

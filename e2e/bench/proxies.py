@@ -228,9 +228,12 @@ def pin(core: int, priority: int) -> None:
 
 
 def use_python(interpreter: str) -> None:
-    """Run the sidecar under another interpreter of the same version, with the packages of this one."""
-    packages = sysconfig.get_path("purelib")
+    """Run the sidecar under another interpreter: with its own packages if it has them (a virtual environment), else
+    with the packages of this one, whose version it must be then."""
     _interpreter[0] = interpreter
+    if subprocess.run([interpreter, "-c", "import uvloop"], capture_output=True, check=False).returncode == 0:
+        return
+    packages = sysconfig.get_path("purelib")
     for name, spec in SPECS.items():
         if spec.peer is None:
             SPECS[name] = dataclasses.replace(spec, environment={"PYTHONPATH": packages})
