@@ -129,6 +129,12 @@ class Observer:
         self.decision_time: Histogram[tuple[()]] = Histogram(
             "decision_seconds", "From the complete request to the decision", (), _OVERHEAD_SECONDS
         )
+        self.pauses: Histogram[tuple[str]] = Histogram(
+            "pause_seconds",
+            "Time in which the process did nothing but tidy its memory: a generation of the collector, or trim",
+            ("cause",),
+            _OVERHEAD_SECONDS,
+        )
         self.collection = Collection(
             (
                 self.requests,
@@ -141,6 +147,7 @@ class Observer:
                 self.decode_time,
                 self.overhead,
                 self.decision_time,
+                self.pauses,
                 self.handshakes,
                 self.handshake_time,
                 self.kv_events,

@@ -1,6 +1,7 @@
-"""What is asked of the C library."""
+"""What is asked of the C library and of the collector."""
 
 import asyncio
+import gc
 import subprocess
 import sys
 import weakref
@@ -37,11 +38,23 @@ class Cycle:
     itself: object
 
 
-def test_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def cycle() -> weakref.ref[Cycle]:
+    one = Cycle()
+    one.itself = one
+    return weakref.ref(one)
+
+
+@pytest.mark.parametrize(
+    ("old_ones", "every_s", "collected"),
+    [
+        pytest.param(True, 3600.0, True, id="many have grown old"),
+        pytest.param(False, 0.0, True, id="the hour is over"),
+        pytest.param(False, 3600.0, False, id="neither: all that lives need not be looked through"),
+    ],
+)
+def test_now_and_then(monkeypatch: pytest.MonkeyPatch, old_ones: bool, every_s: float, collected: bool) -> None:
     times: list[None] = []
-    cycle = Cycle()
-    cycle.itself, gone = cycle, weakref.ref(cycle)
-    del cycle
+    paused: list[str] = []
 
     def note() -> None:
         times.append(None)
@@ -49,7 +62,29 @@ def test_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
             raise InterruptedError
 
     monkeypatch.setattr(process, "GIVE_BACK_EVERY_S", 0.001)
+    monkeypatch.setattr(process, "COLLECT_ALL_EVERY_S", every_s)
     monkeypatch.setattr(process, "give_free_memory_back", note)
+    gc.collect()
+    gone = cycle()
+    if old_ones:
+        gc.collect(1)
+        assert gone() is None, "a young one is found by itself"
+        gone = cycle()
     with pytest.raises(InterruptedError):
-        asyncio.run(asyncio.wait_for(process.keep_giving_back(), 10))
-    assert gone() is None
+        asyncio.run(
+            asyncio.wait_for(process.keep_giving_back(lambda labels, seconds: paused.append(labels[0])), 10)
+        )
+    assert (gone() is None) is collected
+    assert paused == ["trim", "trim"]
+
+
+def test_collections_are_timed() -> None:
+    found: list[tuple[str, float]] = []
+    process.time_collections(lambda labels, seconds: found.append((labels[0], seconds)))
+    try:
+        gc.collect(1)
+        gc.collect()
+    finally:
+        gc.callbacks.pop()
+    assert [cause for cause, _ in found] == ["generation_1", "generation_2"]
+    assert all(0 < seconds < 10 for _, seconds in found)
