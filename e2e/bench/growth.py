@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 import zmq
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.parser import text_string_to_metric_families
 
 from e2e import machine
 from e2e.bench import payloads, slopes
@@ -163,6 +164,33 @@ def measure_streams(bench: Bench, pace: Pace) -> tuple[list[list[slopes.Step]], 
                 break
         rounds.append(steps)
     return rounds, pods
+
+
+PAUSES_WINDOW_S = 70.0
+"""Longer than what is done once a minute is apart (sidecar/process.py)."""
+
+
+def _pauses(proxy: Proxy) -> dict[str, tuple[float, float]]:
+    """How often and for how many seconds in all the process has tidied its memory, by cause."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for family in text_string_to_metric_families(scrape(proxy.place.admin_port, "text/plain").decode()):
+        if family.name == "pd_sidecar_pause_seconds":
+            for sample in family.samples:
+                found[sample.labels["cause"]][sample.name.rpartition("_")[2]] = sample.value
+    return {cause: (values["count"], values["sum"]) for cause, values in found.items()}
+
+
+def measure_pauses(bench: Bench) -> list[slopes.Pauses]:
+    """While 2,000 streams begin, and for more than a minute of them."""
+    _say(f"pauses with {MOST_STREAMS} streams")
+    proxy = bench.proxy("sidecar")
+    before = _pauses(proxy)
+    bench.stream(CASES["stream-2000x10"], proxy, Pace(rounds=1, warm_s=0.2, window_s=PAUSES_WINDOW_S))
+    found = []
+    for cause, (count, seconds) in sorted(_pauses(proxy).items()):
+        earlier_count, earlier_s = before.get(cause, (0.0, 0.0))
+        found.append(slopes.Pauses(cause, int(count - earlier_count), seconds - earlier_s))
+    return found
 
 
 # -- endpoints --------------------------------------------------------------------------------------------------
@@ -383,6 +411,7 @@ def run(rounds: int, niceness: int) -> tuple[str, dict[str, Any]]:
             raise NotReadyError(bench.failed["sidecar"])
         bodies = measure_bodies(bench, names, pace)
         steps, pods = measure_streams(bench, dataclasses.replace(pace, window_s=1.5))
+        pauses = measure_pauses(bench)
         known = measure_endpoints(bench, (proxy_core, niceness), Path(folder), rounds)
         absent = peers.absent | bench.failed
     choices, scrapes = measure_choices(rounds), measure_series(rounds)
@@ -401,6 +430,7 @@ def run(rounds: int, niceness: int) -> tuple[str, dict[str, Any]]:
     parts = [
         slopes.body_lines(bodies),
         slopes.stream_lines(steps, pods),
+        slopes.pause_lines(pauses, PAUSES_WINDOW_S),
         slopes.endpoint_lines(known, choices),
         slopes.series_lines(scrapes),
     ]
@@ -411,6 +441,7 @@ def run(rounds: int, niceness: int) -> tuple[str, dict[str, Any]]:
         "bodies": bodies,
         "streams": [[dataclasses.asdict(step) for step in one] for one in steps],
         "pod": pods,
+        "pauses": [dataclasses.asdict(one) for one in pauses],
         "endpoints": known,
         "choices": choices,
         "series": scrapes,

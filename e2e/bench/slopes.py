@@ -227,6 +227,31 @@ def stream_lines(steps: Sequence[Sequence[Step]], pod: Samples) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class Pauses:
+    """What the process did nothing but tidy its memory for."""
+
+    cause: str
+    count: int
+    seconds: float
+    """All of them together."""
+
+
+def pause_lines(pauses: Sequence[Pauses], window_s: float) -> list[str]:
+    """`pauses`: of a process to which 2,000 streams came, and stayed for `window_s`."""
+    rows = [
+        [one.cause, str(one.count), f"{one.seconds / one.count * 1000:.1f}"] for one in pauses if one.count
+    ] or [["none", "0", "-"]]
+    return [
+        "### Pauses",
+        "",
+        "Times at which no token is relayed because the process tidies its memory, while 2,000 streams begin",
+        f"and for {window_s:.0f} s of them (`pd_sidecar_pause_seconds`).",
+        "",
+        *table(["cause", "times", "mean, ms"], rows),
+    ]
+
+
 def endpoint_lines(known: Mapping[int, Samples], choices: Mapping[int, Samples]) -> list[str]:
     """`known[endpoints]`: samples of a sidecar that knows so many; `choices[endpoints]`: of the choice alone."""
     rows = []

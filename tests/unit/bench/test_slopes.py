@@ -12,11 +12,13 @@ from e2e.bench.slopes import (
     ENGINE_STATUSES,
     KEPT_REASONS,
     SENT_REASONS,
+    Pauses,
     Step,
     body_lines,
     endpoint_lines,
     last_that_held,
     most_series,
+    pause_lines,
     series_lines,
     slopes,
     stream_lines,
@@ -104,6 +106,13 @@ def test_no_step_held() -> None:
             f"**What one core sustains:** 20,000 chunks a second; in 1 of 2 rounds not even the first step {told}"
             in lines
         )
+
+
+def test_pauses_that_there_were() -> None:
+    lines = pause_lines([Pauses("generation_0", 4, 0.006), Pauses("generation_2", 0, 0.0)], 70.0)
+    assert "| generation_0 | 4 | 1.5 |" in lines
+    assert not any("generation_2" in line for line in lines)
+    assert "| none | 0 | - |" in pause_lines([], 70.0)
 
 
 def test_endpoints_and_series_have_slopes() -> None:
