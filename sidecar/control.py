@@ -103,7 +103,6 @@ class Control(ABC):
         await self._open(probes, health)
         self._say_start()
         process.settle()
-        process.time_collections(self._observer.pauses.observe)
 
     async def _open(self, probes: Sequence[EngineProbe], health: Health) -> None:
         """The ports, and what runs beside them."""
@@ -128,8 +127,7 @@ class Control(ABC):
 
             self._warm_up = self._make_warm_up(self._gate)
             self._background.keep("warm-up", partial(self._warm_up.run, self._endpoints, wanted))
-        paused = self._observer.pauses.observe
-        self._background.keep("giving memory back", partial(process.keep_giving_back, paused))
+        self._background.keep("tidying memory", process.Tidying(self._observer.pauses.observe).run)
         if self._tls.reads_files:
             self._background.keep("watch over certificates and keys", self._tls.watch)
 

@@ -17,6 +17,7 @@ collector of cycles, or for `trim`, the giving back of free pages."""
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 GIVE_BACK_EVERY_S = 60.0
 COLLECT_ALL_EVERY_S = 3600.0
+MANY_CYCLES = 5_000
 YOUNG = 10_000
 """Objects of which the youngest generation is collected: 1.3 ms if all of them live on."""
 YOUNG_TO_MIDDLE = 25
@@ -46,36 +47,43 @@ def give_free_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def time_collections(paused: Paused) -> None:
-    """From here on until the process ends."""
-    began = 0.0
+class Tidying:
+    """Looks after what the collector and the C library keep, and tells how long that took."""
 
-    def collecting(phase: str, info: dict[str, Any]) -> None:
-        nonlocal began
+    def __init__(self, paused: Paused) -> None:
+        self._paused = paused
+        self._began = 0.0
+        self._cycles = 0
+        """Objects that the collector has found to be garbage since it last looked at all."""
+
+    async def run(self) -> None:
+        """0.3 ms a minute where there is little to give, about 1 ms for each megabyte.
+
+        Cycles first, where faults have made many: those that grew old (a sawtooth of 1.5 MiB in five minutes of a
+        storm, and what it reaches once stays resident). A full collection looks at all that lives: with 2,000
+        streams all of them would wait for it, 65 ms.
+        """
+        gc.callbacks.append(self._collecting)
+        try:
+            collected_at = time.monotonic()
+            while True:
+                await asyncio.sleep(GIVE_BACK_EVERY_S)
+                if self._cycles >= MANY_CYCLES or time.monotonic() - collected_at >= COLLECT_ALL_EVERY_S:
+                    gc.collect()
+                    collected_at, self._cycles = time.monotonic(), 0
+                began = time.perf_counter()
+                give_free_memory_back()
+                self._paused(("trim",), time.perf_counter() - began)
+        finally:
+            gc.callbacks.remove(self._collecting)
+
+    def _collecting(self, phase: str, info: dict[str, Any]) -> None:
         now = time.perf_counter()
         if phase == "start":
-            began = now
+            self._began = now
         else:
-            paused((f"generation_{info['generation']}",), now - began)
-
-    gc.callbacks.append(collecting)
-
-
-async def keep_giving_back(paused: Paused) -> None:
-    """0.3 ms a minute where there is little to give, about 1 ms for each megabyte.
-
-    Cycles first, where there may be many: those of faults that grew old (a sawtooth of 1.5 MiB in five minutes of a
-    storm, and what it reaches once stays resident). A full collection looks at all that lives: with 2,000 streams
-    all of them would wait for it, 65 ms."""
-    collected_at = time.monotonic()
-    while True:
-        await asyncio.sleep(GIVE_BACK_EVERY_S)
-        if gc.get_count()[2] or time.monotonic() - collected_at >= COLLECT_ALL_EVERY_S:
-            gc.collect()
-            collected_at = time.monotonic()
-        began = time.perf_counter()
-        give_free_memory_back()
-        paused(("trim",), time.perf_counter() - began)
+            self._cycles += info["collected"]
+            self._paused((f"generation_{info['generation']}",), now - self._began)
 
 
 def settle() -> None:
@@ -84,7 +92,7 @@ def settle() -> None:
     give_free_memory_back()  # what reading the code took
     gc.freeze()  # what lives as long as the process need not be looked through again
     # Requests free themselves, cycles are the exception (faults). What is under way during a collection grows
-    # old by it, so the old must be looked at too, or memory creeps (e2e/soak.py): `keep_giving_back` does it.
+    # old by it, so the old must be looked at too, or memory creeps (e2e/soak.py): `Tidying` does it.
     gc.set_threshold(YOUNG, YOUNG_TO_MIDDLE, NEVER)
 
 

@@ -131,13 +131,11 @@ class Worker:
         for rank in range(settings.data_parallel_size):
             await self._serving.listen(rank)
             self._serving.rules[rank].models.doubted = partial(self._link.send, messages.Reloaded(rank))
-        paused = self._observer.pauses.observe
-        self._background.keep("giving memory back", partial(process.keep_giving_back, paused))
+        self._background.keep("tidying memory", process.Tidying(self._observer.pauses.observe).run)
         if self._tls.reads_files:
             self._background.keep("watch over certificates and keys", self._tls.watch)
         self._loop.add_signal_handler(signal.SIGTERM, self.drain)
         process.settle()
-        process.time_collections(self._observer.pauses.observe)
         self._serves = True
 
     # -- what the hub tells --------------------------------------------------------------------------------

@@ -45,46 +45,44 @@ def cycle() -> weakref.ref[Cycle]:
 
 
 @pytest.mark.parametrize(
-    ("old_ones", "every_s", "collected"),
+    ("cycles", "every_s", "collected"),
     [
-        pytest.param(True, 3600.0, True, id="many have grown old"),
-        pytest.param(False, 0.0, True, id="the hour is over"),
-        pytest.param(False, 3600.0, False, id="neither: all that lives need not be looked through"),
+        pytest.param(3, 3600.0, True, id="there were cycles"),
+        pytest.param(0, 0.0, True, id="the hour is over"),
+        pytest.param(0, 3600.0, False, id="neither: all that lives need not be looked through"),
     ],
 )
-def test_now_and_then(monkeypatch: pytest.MonkeyPatch, old_ones: bool, every_s: float, collected: bool) -> None:
-    times: list[None] = []
-    paused: list[str] = []
+def test_now_and_then(monkeypatch: pytest.MonkeyPatch, cycles: int, every_s: float, collected: bool) -> None:
+    found: list[tuple[str, float]] = []
 
-    def note() -> None:
-        times.append(None)
-        if len(times) == 3:
-            raise InterruptedError
+    async def three_times() -> None:
+        enough = asyncio.Event()
+
+        def paused(labels: tuple[str], seconds: float) -> None:
+            found.append((labels[0], seconds))
+            if sum(cause == "trim" for cause, _ in found) == 3:
+                enough.set()
+
+        tidying = asyncio.ensure_future(process.Tidying(paused).run())
+        await asyncio.sleep(0)  # it begins
+        for _ in range(cycles):
+            cycle()
+        gc.collect(0)
+        await enough.wait()
+        tidying.cancel()
+        await asyncio.wait([tidying])
 
     monkeypatch.setattr(process, "GIVE_BACK_EVERY_S", 0.001)
+    monkeypatch.setattr(process, "MANY_CYCLES", 3)
     monkeypatch.setattr(process, "COLLECT_ALL_EVERY_S", every_s)
-    monkeypatch.setattr(process, "give_free_memory_back", note)
-    gc.collect()
-    gone = cycle()
-    if old_ones:
-        gc.collect(1)
-        assert gone() is None, "a young one is found by itself"
-        gone = cycle()
-    with pytest.raises(InterruptedError):
-        asyncio.run(
-            asyncio.wait_for(process.keep_giving_back(lambda labels, seconds: paused.append(labels[0])), 10)
-        )
-    assert (gone() is None) is collected
-    assert paused == ["trim", "trim"]
-
-
-def test_collections_are_timed() -> None:
-    found: list[tuple[str, float]] = []
-    process.time_collections(lambda labels, seconds: found.append((labels[0], seconds)))
-    try:
-        gc.collect(1)
-        gc.collect()
-    finally:
-        gc.callbacks.pop()
-    assert [cause for cause, _ in found] == ["generation_1", "generation_2"]
+    old = cycle()
+    gc.freeze()
+    gc.unfreeze()  # into the oldest generation
+    callbacks = list(gc.callbacks)
+    asyncio.run(three_times())
+    assert (old() is None) is collected
+    assert gc.callbacks == callbacks
+    causes = [cause for cause, _ in found]
+    assert "generation_0" in causes
+    assert ("generation_2" in causes) is collected
     assert all(0 < seconds < 10 for _, seconds in found)
