@@ -5,7 +5,6 @@ Functions of their arguments alone; what is sent when is the runner's business.
 
 from collections.abc import Sequence
 
-from sidecar.edge.encoding import decoded
 from sidecar.edge.engine import Buffer, Head
 from sidecar.edge.request import Request
 from sidecar.exchange.apis import Api
@@ -27,22 +26,16 @@ _NOT_TO_CLIENT = frozenset(
 _NOT_TO_CLIENT_OF_API = _NOT_TO_CLIENT | {b"x-request-id", b"x-pd-decision"}
 
 
-def read_body(request: Request, api: Api | None, max_bytes: int) -> tuple[Buffer, Fields]:
+def read_body(request: Request, api: Api | None) -> tuple[Buffer, Fields]:
     """The request's body without what no client may say, and its members if they are to be known; of a streamed
-    body nothing. Takes the body out of the request. Raises `Undecodable` and `NotAnObject`."""
+    body nothing. Takes the body out of the request. Raises `NotAnObject`."""
     if request.is_streamed or not request.has_body:
         if api is not None:
             raise NotAnObject("there is no body")
         return b"", {}
     body: Buffer = request.body
     request.body = b""
-    if request.is_always_read:
-        if request.content_encoding:
-            body = decoded(body, request.content_encoding, max_bytes)
-            request.inflated = True
-        members = fields(body)
-    else:
-        members = fields_if_object(body)
+    members = fields(body) if request.is_always_read else fields_if_object(body)
     cleaned = without_forbidden(body, members)
     return (body, members) if cleaned is None else (cleaned, fields(cleaned))
 

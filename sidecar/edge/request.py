@@ -117,7 +117,7 @@ class Request:
         self.parts: list[bytes] = []
         self.size = 0
         """Bytes of the body that have been read."""
-        self.body: bytes | bytearray = b""
+        self.body: bytes | bytearray | memoryview = b""
         self.trailers = b""
         """Complete lines."""
         self.is_complete = False
@@ -181,6 +181,16 @@ class Request:
         if self.is_chunked:
             return b"transfer-encoding: chunked\r\n"
         return b"content-length: %b\r\n" % self.read[b"content-length"][0]
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the body has to be decoded before it can be looked into."""
+        return (
+            b"content-encoding" in self.read
+            and self.has_body
+            and self.is_always_read
+            and any(self.content_encoding)
+        )
 
     @property
     def content_encoding(self) -> bytes:

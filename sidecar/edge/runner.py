@@ -14,7 +14,7 @@ from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.decision.guards import Kind, decide
 from sidecar.decision.turns import Turn
 from sidecar.edge import errors
-from sidecar.edge.encoding import Undecodable
+from sidecar.edge.encoding import Decoding, Undecodable, decoded
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
 from sidecar.edge.learning import end_turn, learn
 from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg
@@ -108,9 +108,26 @@ class Runner:
             self._refuse(_UNKNOWN_RANK, f"they are {', '.join(map(str, self.service.by_port))}")
             return
         self.service = service
+        if request.is_encoded:
+            body, request.body = request.body, b""
+            steps = decoded(body, request.content_encoding, service.settings.max_body_bytes)
+            Decoding(service.loop, steps, lambda: self._finished, self._decoded)
+        else:
+            self._decide()
+
+    def _decoded(self, body: Buffer | Undecodable) -> None:
+        if isinstance(body, Undecodable):
+            self._refuse(body.row, body.detail)
+        else:
+            self.request.body = body
+            self.request.inflated = True
+            self._decide()
+
+    def _decide(self) -> None:
+        request, service = self.request, self.service
         settings = service.settings
         try:
-            self._body, self._members = read_body(request, self.api, settings.max_body_bytes)
+            self._body, self._members = read_body(request, self.api)
             decision = decide(
                 service.live.mode,
                 service.connector,
@@ -123,9 +140,6 @@ class Runner:
                 service.live.engine_facts.block_size,
                 rank_of_header(request.read.get(b"x-data-parallel-rank", [])),
             )
-        except Undecodable as error:
-            self._refuse(error.row, error.detail)
-            return
         except NotAnObject as error:
             self._refuse(_BAD_JSON, str(error).splitlines()[0][:200])
             return

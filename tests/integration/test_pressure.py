@@ -3,6 +3,7 @@ holds."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import threading
@@ -211,6 +212,27 @@ def test_peak_memory_of_a_large_request(rig: Rig, ours: dict[str, Any], bodies: 
     assert rig.sidecar.peak_rss_mib - before < bodies * 64
     assert len(rig.decoded()[-1].body) > size
     eventually(lambda: rig.sidecar.rss_mib - before < 24)
+
+
+def test_nobody_waits_for_a_large_compressed_body(rig: Rig) -> None:
+    """Of 60 MB, in 60 KB: who comes a moment later is served first."""
+    packed = gzip.compress(large(60 * MIB))
+    with Client(rig.sidecar.address, timeout_s=60) as patient, Client(rig.sidecar.address) as other:
+        patient.request("POST", COMPLETIONS, packed, [("Content-Encoding", "gzip")])
+        other.request("POST", COMPLETIONS, completion())
+        assert other.answer("POST").status == 200
+        assert patient.answer("POST").status == 200
+    first, last = (len(one.body) for one in rig.decoded())
+    assert first < MIB < last
+
+
+def test_client_that_leaves_while_its_body_is_inflated(rig: Rig) -> None:
+    packed = gzip.compress(large(60 * MIB))
+    with Client(rig.sidecar.address) as client:
+        client.request("POST", COMPLETIONS, packed, [("Content-Encoding", "gzip")])
+    assert rig.post(COMPLETIONS, completion()).status == 200
+    eventually(lambda: rig.sidecar.metrics()("tasks") < 100)
+    assert len(rig.decoded()) == 1
 
 
 def test_memory_is_given_back(rig: Rig) -> None:

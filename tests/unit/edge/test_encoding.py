@@ -1,5 +1,6 @@
 """Compressed bodies: what is inflated is what was deflated, and nothing costs more than its bound."""
 
+import asyncio
 import bz2
 import contextlib
 import gzip
@@ -13,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.edge.encoding import Undecodable, decoded
+from sidecar.edge import encoding as module
+from sidecar.edge.encoding import Buffer, Decoding, Undecodable
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -42,6 +44,15 @@ ENCODERS = {
     b"zstd": zstd.compress,
     b"identity": bytes,
 }
+
+
+def decoded(body: Buffer, encoding: bytes, max_bytes: int) -> Buffer:
+    steps = module.decoded(body, encoding, max_bytes)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value
 
 
 def refusal(body: bytes, encoding: bytes, max_bytes: int = MB) -> str:
@@ -253,3 +264,36 @@ def test_window_that_no_decoder_need_offer() -> None:
     squeeze = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 27})
     body = squeeze.compress(b"x" * 1000) + squeeze.flush()
     assert refusal(body, b"zstd", 1 << 30) == "bad_encoding"
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate", b"zstd", b"gzip, zstd"])
+def test_no_step_is_large(encoding: bytes) -> None:
+    """However much a slice holds: all streams wait for a step."""
+    body = b" " * (20 * MB)
+    for name in encoding.split(b", "):
+        body = ENCODERS[name](body)
+    steps = module.decoded(body, encoding, 32 * MB)
+    assert len(list(steps)) >= 20 * MB // (MB // 4)
+
+
+def test_a_little_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b"x" * (2 * MB)
+
+    async def turns(over_after: int) -> tuple[list[Buffer | Undecodable], int]:
+        found: list[Buffer | Undecodable] = []
+        loop = asyncio.get_running_loop()
+        count = 0
+        steps = module.decoded(gzip.compress(body), b"gzip", 4 * MB)
+        Decoding(loop, steps, lambda: count >= over_after, found.append)
+        while not found and count < 100:
+            await asyncio.sleep(0)
+            count += 1
+        return found, count
+
+    monkeypatch.setattr(module, "TURN_S", 1e-9)
+    found, count = asyncio.run(turns(1000))
+    assert found == [body]
+    assert 8 <= count < 100
+    assert asyncio.run(turns(3)) == ([], 100), "nobody waits any more"
+    monkeypatch.setattr(module, "TURN_S", 10.0)
+    assert asyncio.run(turns(1000)) == ([body], 0)
