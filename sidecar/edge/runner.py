@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sidecar.connectors.connector import Handoff, Rejection
-from sidecar.decision.guards import Kind, decide
+from sidecar.decision.guards import Kind
 from sidecar.decision.turns import Turn
 from sidecar.edge import errors
 from sidecar.edge.encoding import Decoding, Undecodable, decoded
@@ -19,22 +19,23 @@ from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
 from sidecar.edge.learning import end_turn, learn
 from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg
 from sidecar.edge.messages import read_body, to_client, to_decode, to_prefill
+from sidecar.edge.opening import decided, opened
 from sidecar.edge.release import Release
 from sidecar.edge.request import Request
 from sidecar.edge.service import Service, Times
 from sidecar.edge.source import for_decode, for_prefill, kv_source
 from sidecar.edge.tunnel import join
-from sidecar.exchange import commands, life
+from sidecar.exchange import commands
 from sidecar.exchange.apis import APIS, Api
 from sidecar.exchange.failures import TABLE, Row, Stage
 from sidecar.exchange.peek import FirstEvents
 from sidecar.exchange.splice import Fields, NotAnObject, prefill_body
 from sidecar.prefill.address import Address
-from sidecar.prefill.ranks import rank_of_header
 from sidecar.prefill.served import ADAPTER_CALLS
 
 if TYPE_CHECKING:
     from sidecar.edge.client import ClientConnection
+    from sidecar.exchange.life import Exchange
 
 _BAD_JSON = TABLE[Stage.READING, "bad_json"]
 _UNKNOWN_RANK = TABLE[Stage.READING, "unknown_rank"]
@@ -75,7 +76,7 @@ class Runner:
         self.request = request
         self.api: Api | None = APIS.get(request.path) if request.method == b"POST" else None
         self._times = Times(complete=time.monotonic())
-        self._exchange: life.Exchange | None = None
+        self._exchange: Exchange | None = None
         self._early_tunnel_data = b""
         self._members: Fields = {}
         self._body: Buffer = b""
@@ -125,38 +126,14 @@ class Runner:
 
     def _decide(self) -> None:
         request, service = self.request, self.service
-        settings = service.settings
         try:
             self._body, self._members = read_body(request, self.api)
-            decision = decide(
-                service.live.mode,
-                service.connector,
-                self.api,
-                self._body,
-                self._members,
-                request.read.get(b"x-prefiller-host-port", []),
-                service.endpoints,
-                service.rules,
-                service.live.engine_facts.block_size,
-                rank_of_header(request.read.get(b"x-data-parallel-rank", [])),
-            )
+            decision = decided(service, request, self.api, self._body, self._members)
         except NotAnObject as error:
             self._refuse(_BAD_JSON, str(error).splitlines()[0][:200])
             return
         service.observer.decided(decision, time.monotonic() - self._times.complete)
-        self._exchange = life.Exchange(
-            decision,
-            connector=service.connector,
-            endpoints=service.endpoints,
-            budget=service.budget,
-            now=time.monotonic,
-            attempts=settings.prefill_attempts,
-            recompute=settings.on_prefill_failure == "recompute",
-            lease_s=settings.handoff_max_age,
-            on_attempt=service.observer.prefill_attempt,
-            wants_token_ids=decision.is_text and decision.kind is Kind.REMOTE and self._passes_token_ids(),
-            channel_port=settings.channel_port,
-        )
+        self._exchange = opened(service, self.api, decision)
         source = kv_source(service, request, decision.kind) if self.api is not None else None
         if source is None or service.p2p is None or decision.kind is Kind.REFUSED:
             self._do(self._exchange.start())
@@ -206,13 +183,6 @@ class Runner:
     def tunnel_data(self, data: bytes) -> None:
         """What the client sent behind a request that asks for an upgrade."""
         self._early_tunnel_data = data
-
-    def _passes_token_ids(self) -> bool:
-        """Whether the decode leg may have the prompt as the prefill leg tokenised it."""
-        api, service = self.api, self.service
-        if api is None or not api.passes_token_ids or service.settings.tokenize_once == "off":
-            return False
-        return service.connector.hands_off
 
     # -- commands ------------------------------------------------------------------------------------------
 
