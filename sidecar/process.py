@@ -40,6 +40,17 @@ def give_large_blocks_back() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 131072)
 
 
+def unfilled(size: int) -> bytearray:
+    """`size` bytes of whatever was there before, for one who fills all of them: zeroes written first would cost a
+    twentieth of an 8 MB request's CPU, and memory for what may never come."""
+    return _new_bytearray(None, size)  # type: ignore[no-any-return]
+
+
+_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_new_bytearray.argtypes = (ctypes.c_char_p, ctypes.c_ssize_t)
+_new_bytearray.restype = ctypes.py_object
+
+
 def give_free_memory_back() -> None:
     """Pages of the heap that hold nothing. glibc gives back its end only (malloc_trim(3)): what bodies of all sizes
     leave between what lives longer would stay, 1 MiB more with every hour of a storm and 25 after a large body."""

@@ -6,6 +6,7 @@ It stands in for the client connection meanwhile, as its transport's protocol, a
 import asyncio
 from typing import TYPE_CHECKING
 
+from sidecar import process
 from sidecar.edge.request import Request
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ class BodyReader(asyncio.BufferedProtocol):
     def __init__(self, client: "ClientConnection", request: Request) -> None:
         self._client = client
         self._request = request
-        self._body = bytearray(request.length)
+        self._body = process.unfilled(request.length)
         filled = 0
         for part in request.parts:
             self._body[filled : filled + len(part)] = part

@@ -214,6 +214,19 @@ def test_peak_memory_of_a_large_request(rig: Rig, ours: dict[str, Any], bodies: 
     eventually(lambda: rig.sidecar.rss_mib - before < 24)
 
 
+def test_a_body_that_stops_costs_what_has_come_of_it(rig: Rig) -> None:
+    """Not what it said it would be: many clients can say that."""
+    size = 64 * MIB - 4096
+    before = rig.sidecar.rss_mib
+    with ExitStack() as stack:
+        for _ in range(4):
+            client = stack.enter_context(Client(rig.sidecar.address))
+            client.send(request("POST", COMPLETIONS, b"", [("Content-Length", str(size))]))
+            client.send(bytes(10 * MIB))
+        eventually(lambda: rig.sidecar.rss_mib - before > 38)
+        assert rig.sidecar.rss_mib - before < 60
+
+
 def test_nobody_waits_for_a_large_compressed_body(rig: Rig) -> None:
     """Of 60 MB, in 60 KB: who comes a moment later is served first."""
     packed = gzip.compress(large(60 * MIB))
