@@ -241,7 +241,7 @@ class ClientConnection(asyncio.Protocol):
         if request.size > self._service.settings.max_body_bytes:
             self._refuse(_row("too_large"), f"{self._service.settings.max_body_bytes} bytes")
             return
-        request.parts.append(piece)
+        request.add(piece)
 
     def _read_in_place(self, request: Request) -> None:
         """The rest of a large body of stated length goes from the socket to its place, not into pieces."""

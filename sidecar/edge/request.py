@@ -10,6 +10,8 @@ from sidecar.exchange.failures import TABLE, Row, Stage
 
 MAX_HEAD_BYTES = 65536
 MAX_FIELDS = 256
+LARGE_BYTES = 262_144
+"""Of a body that comes in pieces."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -114,7 +116,7 @@ class Request:
         length = self.read.get(b"content-length")
         self.length = int(length[0]) if length else 0
         """Content-Length, 0 if the body has none."""
-        self.parts: list[bytes] = []
+        self.parts: list[bytes | bytearray] = []
         self.size = 0
         """Bytes of the body that have been read."""
         self.body: bytes | bytearray | memoryview = b""
@@ -125,6 +127,17 @@ class Request:
         self.request_id = b""
         self.inflated = False
         """The body lost its content encoding on the way in."""
+
+    def add(self, piece: bytes) -> None:
+        """A piece of the body. What is large grows where it is: to join its pieces at the end would take one long
+        turn of the loop, and as much memory again."""
+        parts = self.parts
+        if self.size < LARGE_BYTES:
+            parts.append(piece)
+        elif len(parts) == 1 and isinstance(parts[0], bytearray):
+            parts[0] += piece
+        else:
+            self.parts = [bytearray().join((*parts, piece))]
 
     def refusal(self, max_body_bytes: int) -> tuple[Row, str] | None:
         """Why this head cannot be accepted."""

@@ -194,10 +194,15 @@ def large(size: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("ours", "bodies"),
-    [pytest.param({}, 1.5, id="as it came"), pytest.param({"kv_transfer_params": {}}, 2.5, id="cleaned")],
+    ("ours", "framing", "bodies"),
+    [
+        pytest.param({}, "length", 1.5, id="as it came"),
+        pytest.param({}, "chunks", 1.5, id="in chunks"),
+        pytest.param({}, "gzip", 1.5, id="compressed"),
+        pytest.param({"kv_transfer_params": {}}, "length", 2.5, id="cleaned"),
+    ],
 )
-def test_peak_memory_of_a_large_request(rig: Rig, ours: dict[str, Any], bodies: float) -> None:
+def test_peak_memory_of_a_large_request(rig: Rig, ours: dict[str, Any], framing: str, bodies: float) -> None:
     """64 MB beside a short prompt, split: not three bodies at the worst moment, and given back afterwards."""
     size = 64 * MIB - 4096
     body = json.dumps(completion(user="u" * size, **ours)).encode()
@@ -205,7 +210,14 @@ def test_peak_memory_of_a_large_request(rig: Rig, ours: dict[str, Any], bodies: 
     before = rig.sidecar.rss_mib
     rig.sidecar.forget_peak()
     with Client(rig.sidecar.address, timeout_s=60) as client:
-        client.request("POST", COMPLETIONS, body, rig.headers())
+        headers = list(rig.headers())
+        if framing == "chunks":
+            headers.append(("Transfer-Encoding", "chunked"))
+            body = chunked(*(body[at : at + 65536] for at in range(0, len(body), 65536)))
+        elif framing == "gzip":
+            headers.append(("Content-Encoding", "gzip"))
+            body = gzip.compress(body)
+        client.request("POST", COMPLETIONS, body, headers)
         answer = client.answer("POST")
     assert answer.status == 200
     assert answer.decision.startswith("remote")
