@@ -14,9 +14,9 @@ from typing import Protocol, cast
 
 import httptools
 
+from sidecar.edge.head import Head, Headers
 from sidecar.tls import describe
 
-Headers = list[tuple[bytes, bytes]]
 Buffer = bytes | bytearray | memoryview
 
 MAX_HEAD_BYTES = 65536
@@ -37,13 +37,13 @@ class Leg(Protocol):
     def interim(self, raw: bytes) -> None:
         """A whole 1xx answer (never 101)."""
 
-    def head(self, head: "Head") -> None:
+    def head(self, head: Head) -> None:
         """The answer's head."""
 
     def data(self, raw: bytes, pieces: Sequence[bytes], last: bool) -> None:
         """Body bytes as they came, and the same without chunk framing; `last` with the final ones."""
 
-    def upgraded(self, head: "Head", rest: bytes) -> None:
+    def upgraded(self, head: Head, rest: bytes) -> None:
         """101: from here on the connection is the leg's (`connection.transport`)."""
 
     def failed(self, fault: str, detail: str, untouched: bool) -> None:
@@ -57,49 +57,11 @@ class Leg(Protocol):
         """It does again."""
 
 
-class Head:
-    """An answer's head."""
-
-    __slots__ = (
-        *("_values", "chunked", "coding", "headers", "http_1_0", "length", "no_body", "reason", "status"),
-        "with_more",
-    )
-
-    def __init__(self, status: int, reason: bytes, headers: Headers, *, http_1_0: bool) -> None:
-        self.status = status
-        self.reason = reason
-        self.headers = headers
-        self.http_1_0 = http_1_0
-        self.length = -1
-        self.no_body = False
-        self.with_more = False
-        """What follows it came with it: the leg hears of that next."""
-        values = self._values = {name.lower(): value for name, value in reversed(headers)}
-        length = values.get(b"content-length")
-        if length is not None:
-            self.length = int(length)
-        self.coding = b""
-        if b"transfer-encoding" in values:
-            codings = [value for name, value in headers if name.lower() == b"transfer-encoding"]
-            self.coding = b",".join(codings).lower()
-        self.chunked = self.coding == b"chunked"
-
-    def value(self, key: bytes) -> bytes:
-        """The first value of a field (key in lower case), or b""."""
-        return self._values.get(key, b"")
-
-    @property
-    def until_close(self) -> bool:
-        """The body has no stated end but that of the connection."""
-        return not self.chunked and self.length < 0 and not self.no_body
-
-
 class EngineConnection(asyncio.Protocol):
     """One connection. `leg` is set while a request is on it."""
 
     __slots__ = (
         "_at_boundary",
-        "_body",
         "_complete",
         "_encrypts",
         "_goodbye",
@@ -428,7 +390,7 @@ class EnginePool:
                 continue
             connection.reused = True
             leg.connected(connection, True)
-            return lambda: None
+            return _nothing_to_call_off
         task = self._loop.create_task(self._connect(leg))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
@@ -488,12 +450,16 @@ class EnginePool:
         return len(self._open) - len(self._idle)
 
 
+def _nothing_to_call_off() -> None:
+    """The connection was there already."""
+
+
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EHOSTDOWN}
 
 
 def _connect_fault(error: OSError, label: str) -> tuple[str, str]:
     if isinstance(error, ssl.SSLError):
         return "refused", f"{label}: TLS: {describe(error)}"
-    if isinstance(error, OSError) and error.errno in _UNREACHABLE:
+    if error.errno in _UNREACHABLE:
         return "unreachable", f"{label}: {error.strerror}"
     return "refused", f"{label}: {error.strerror or type(error).__name__}"

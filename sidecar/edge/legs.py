@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, cast
 
 from sidecar.connectors.connector import Handoff
 from sidecar.edge import errors
-from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
+from sidecar.edge.engine import Buffer, EngineConnection, EnginePool
+from sidecar.edge.head import Head
 from sidecar.exchange.failures import Row
 from sidecar.exchange.peek import FirstEvents, Verdict
 from sidecar.exchange.usage import CachedTokens

@@ -5,7 +5,8 @@ Functions of their arguments alone; what is sent when is the runner's business.
 
 from collections.abc import Sequence
 
-from sidecar.edge.engine import Buffer, Head
+from sidecar.edge.engine import Buffer
+from sidecar.edge.head import Head
 from sidecar.edge.request import Request
 from sidecar.exchange.apis import Api
 from sidecar.exchange.splice import (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from sidecar.connectors.connector import Handoff
-from sidecar.edge.engine import Head
+from sidecar.edge.head import Head
 from sidecar.edge.legs import Leg
 from sidecar.edge.request import Headers
 from sidecar.edge.service import Service

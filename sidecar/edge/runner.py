@@ -15,7 +15,8 @@ from sidecar.decision.guards import Kind
 from sidecar.decision.turns import Turn
 from sidecar.edge import errors
 from sidecar.edge.encoding import Decoding, Undecodable, decoded
-from sidecar.edge.engine import Buffer, EngineConnection, EnginePool, Head
+from sidecar.edge.engine import Buffer, EngineConnection, EnginePool
+from sidecar.edge.head import Head
 from sidecar.edge.learning import end_turn, learn
 from sidecar.edge.legs import DecodeLeg, Leg, PrefillLeg
 from sidecar.edge.messages import read_body, to_client, to_decode, to_prefill

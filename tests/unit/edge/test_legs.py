@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sidecar.connectors.connector import Handoff
-from sidecar.edge.engine import Head
+from sidecar.edge.head import Head
 from sidecar.edge.legs import DecodeLeg
 from sidecar.exchange.failures import TABLE, Stage
 
