@@ -261,6 +261,7 @@ class EngineConnection(asyncio.Protocol):
             self._parser = httptools.HttpResponseParser(self)  # the old one waits for a body that never comes
         head.no_body = self._complete
         head.with_more = self._complete or len(data) > end
+        self._headers = head.trailers  # what fields come from here on
         self._head = head
         self._at_boundary = True
         leg.head(head)
@@ -283,6 +284,8 @@ class EngineConnection(asyncio.Protocol):
         self._pieces = pieces
         was_at_boundary = self._at_boundary
         error = self._feed(data) or ("bytes behind the end of the answer" if self._surplus else "")
+        if head.trailers and sum(len(name) + len(value) for name, value in head.trailers) > MAX_HEAD_BYTES:
+            error = "endless trailers"
         if error and self._ended() and head.length >= 0:  # it is whole; what follows it is not ours to pass on
             self._finish(leg, b"".join(pieces), pieces, reusable=False)
         elif error:

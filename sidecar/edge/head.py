@@ -19,6 +19,7 @@ class Head:
         "no_body",
         "reason",
         "status",
+        "trailers",
         "with_more",
     )
 
@@ -26,6 +27,8 @@ class Head:
         self.status = status
         self.reason = reason
         self.headers = headers
+        self.trailers: Headers = []
+        """What follows the body's last chunk; complete when the body is. Never merged with the fields before it."""
         self.http_1_0 = http_1_0
         self.length = -1
         self.no_body = False

@@ -432,7 +432,9 @@ class DecodeLeg(Leg):
         if self._filter is not None and client is not None:
             rest = self._filter.flush()
             if self._write == self._write_filtered_chunks:
-                client.write(((b"%x\r\n%b\r\n" % (len(rest), rest) if rest else b"") + b"0\r\n\r\n",))
+                assert self._head is not None
+                trailers = b"".join([b"%b: %b\r\n" % trailer for trailer in self._head.trailers])
+                client.write(((b"%x\r\n%b\r\n" % (len(rest), rest) if rest else b"") + b"0\r\n%b\r\n" % trailers,))
             elif rest:
                 client.write((rest,))
         self._runner.finish(self._written)

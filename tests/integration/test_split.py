@@ -397,6 +397,23 @@ def test_cached_tokens_are_those_of_prefill(
     assert counted[1] == rig.prefill.counter("prefix_cache_hits_total") > 300
 
 
+@pytest.mark.parametrize("engine_knows", [True, False], ids=["told", "corrected"])
+@pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "event by event"])
+def test_trailers_pass_where_the_count_may_be_corrected(
+    rigged: Callable[..., Rig], engine_knows: bool, ragged: bool
+) -> None:
+    """As they do where nothing is looked into."""
+    rig = rigged()
+    if not engine_knows:
+        rig.prefill.fault(Fault(handoff=without_count), path=CHAT)
+    rig.decode.fault(Fault(ragged=ragged, trailers=[("X-Sum", "1"), ("x-other", "caf\xc3\xa9")]), path=CHAT)
+    answer = rig.post(CHAT, chat(stream=True, stream_options={"include_usage": True}))
+    assert answer.decision.startswith("remote")
+    assert answer.trailers == [(b"X-Sum", b"1"), (b"x-other", "caf\xc3\xa9".encode())]
+    assert answer.header("x-sum") is None
+    assert events(answer.body)[-1] == b"[DONE]"
+
+
 def test_cached_tokens_after_a_fallback_are_the_decode_engines(rig: Rig) -> None:
     """Case 26: nothing is corrected where nothing was pulled."""
     body = completion()

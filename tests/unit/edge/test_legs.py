@@ -11,6 +11,7 @@ import pytest
 from sidecar.connectors.connector import Handoff
 from sidecar.edge.head import Head
 from sidecar.edge.legs import DecodeLeg
+from sidecar.exchange.apis import APIS
 from sidecar.exchange.failures import TABLE, Stage
 
 
@@ -86,3 +87,28 @@ def test_a_head_alone_does_not_wait(leg: DecodeLeg, client: Client) -> None:
 def test_a_head_that_waits_is_among_the_last_words(leg: DecodeLeg) -> None:
     leg.head(head(with_more=True))
     assert leg.last_words(TABLE[Stage.DECODE, "reset"]) == b"head;"
+
+
+def test_trailers_follow_an_answer_that_is_framed_anew(client: Client) -> None:
+    """RFC 9112, 7.1.2: they stand behind the last chunk."""
+    api = APIS[b"/v1/chat/completions"]
+    runner: Any = SimpleNamespace(
+        client=client,
+        api=api,
+        request=SimpleNamespace(http_1_0=False),
+        write_head=lambda _head, **_framing: b"head;",
+        first_byte=lambda: None,
+        finish=lambda _pieces: None,
+        decode_answered=lambda _head: leg.relay(),
+    )
+    leg = DecodeLeg(runner, (), Handoff(params=b"{}", prompt_tokens=1, cached_tokens=7), streams_body=False)
+    answer = head(with_more=True)
+    leg.head(answer)
+    field = api.cached_tokens
+    leg.data(b"", (b"{" + field,), False)
+    leg.data(b"", (b"123",), False)
+    answer.trailers += [(b"X-Sum", b"1"), (b"x-other", b"2")]
+    leg.data(b"", (), True)
+    written = b"".join([part for parts in client.writes for part in parts])
+    assert written.endswith(b"\r\n0\r\nX-Sum: 1\r\nx-other: 2\r\n\r\n")
+    assert b"123" in written
