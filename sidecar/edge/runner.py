@@ -5,6 +5,7 @@ A `Runner` belongs to one request of one client connection and talks to at most 
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.decision.guards import Kind
-from sidecar.decision.turns import Turn
 from sidecar.edge import errors
 from sidecar.edge.encoding import Decoding, Undecodable, decoded
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool
@@ -35,8 +35,11 @@ from sidecar.prefill.address import Address
 from sidecar.prefill.served import ADAPTER_CALLS
 
 if TYPE_CHECKING:
+    from sidecar.decision.turns import Turn
     from sidecar.edge.client import ClientConnection
     from sidecar.exchange.life import Exchange
+
+_log = logging.getLogger("sidecar")
 
 _BAD_JSON = TABLE[Stage.READING, "bad_json"]
 _UNKNOWN_RANK = TABLE[Stage.READING, "unknown_rank"]
@@ -349,7 +352,8 @@ class Runner:
             self._do(self._exchange.first_event(is_error))
 
     def _give_back(self) -> None:
-        assert self._exchange is not None
+        if self._exchange is None:
+            return
         handoff, endpoint = self._exchange.take_release(), self._exchange.prefill_endpoint
         if handoff is not None and endpoint is not None:
             endpoints = self.service.endpoints
@@ -357,9 +361,9 @@ class Runner:
             Release(self.service, handoff, self.request.headers, partial(endpoints.let_go, endpoint))
 
     def _stop_watching(self) -> None:
-        if self._unwatch is not None:
-            self._unwatch()
-            self._unwatch = None
+        unwatch, self._unwatch = self._unwatch, None
+        if unwatch is not None:
+            unwatch()
 
     def _prefill_timed_out(self) -> None:
         self._timer = None
@@ -457,55 +461,84 @@ class Runner:
         self._finish()
 
     def _finish(self) -> None:
-        """Ends the request once, however it ended; everything held is given back."""
+        """Ends the request once, however it ended. What others wait for is given back first, and an error on the
+        way costs only what it is about: a share of the budget that is lost is lost until the restart."""
         if self._finished:
             return
         self._finished = True
-        if self._turn is not None:
-            self._end_turn(self._turn)
-        self._drop_leg()
-        self._body, self._members = b"", {}  # runner and leg know each other: the collector would free them late
-        self._stop_timer()
         self._times.end = time.monotonic()
-        exchange = self._exchange
-        if exchange is not None:
-            if self._status == 200 and self.request.path in ADAPTER_CALLS:
-                self.service.rules.models.doubt()
-            self._give_back()
-            exchange.close()
-            self._end_here()
-            if self.api is not None:
-                learn(self.service.rules, self.api, exchange, self._times, self._status, self._ahead)
+        leg = self._leg
+        self._body, self._members = b"", {}  # runner and leg know each other: the collector would free them late
+        for step in (
+            self._stop_watching,
+            self._drop_leg,
+            self._stop_timer,
+            self._give_back,
+            self._close_exchange,
+            self._end_here,
+            partial(self._end_turn, leg),
+            self._learn,
+            self._tell_observer,
+            self._tell_tracer,
+            self._tell_client,
+        ):
+            try:
+                step()
+            except Exception:
+                _log.exception("a bug of ours at a request's end (%s)", self.request.request_id.decode())
+
+    def _close_exchange(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def _end_turn(self, leg: Leg | None) -> None:
+        """`leg`: the last one."""
+        turn, exchange = self._turn, self._exchange
+        if turn is not None:
+            is_stream = exchange is None or exchange.is_event_stream
+            tail = leg.tail if isinstance(leg, DecodeLeg) else b""
+            end_turn(self.service, turn, tail, self._status, is_stream=is_stream)
+
+    def _learn(self) -> None:
+        exchange, rules = self._exchange, self.service.rules
+        if exchange is None:
+            return
+        if self._status == 200 and self.request.path in ADAPTER_CALLS:
+            rules.models.doubt()
+        if self.api is not None:
+            learn(rules, self.api, exchange, self._times, self._status, self._ahead)
+
+    def _tell_observer(self) -> None:
+        if self._exchange is not None:
             self.service.observer.finished(
                 self.api.name if self.api is not None else "other",
-                exchange,
+                self._exchange,
                 self._status,
                 self._times,
                 self.request.request_id,
                 self._client_left,
                 self._trace.trace_id if self._trace is not None else "",
             )
+
+    def _tell_tracer(self) -> None:
         if self._trace is not None:
             assert self.service.tracer is not None
             self.service.tracer.finished(
                 self._trace,
                 self.request,
                 self.api,
-                exchange,
+                self._exchange,
                 self._refusal,
                 self._status,
                 self._times,
                 self._client_left,
             )
+
+    def _tell_client(self) -> None:
+        """Its next request begins in this call."""
         client, self.client = self.client, None
         if client is not None:
             client.answered(self.request)
-
-    def _end_turn(self, turn: Turn) -> None:
-        leg, exchange = self._leg, self._exchange
-        is_stream = exchange is None or exchange.is_event_stream
-        tail = leg.tail if isinstance(leg, DecodeLeg) else b""
-        end_turn(self.service, turn, tail, self._status, is_stream=is_stream)
 
     # -- legs ----------------------------------------------------------------------------------------------
 
