@@ -19,11 +19,11 @@ import uvloop
 from e2e.engines import HOST, Engine
 from e2e.rig import Rig
 from tests.integration.transport.peers import ask, until
-from tests.ports import free_ports
+from tests.integration.transport.watched import Watched
 from transport import zmtp
 from transport.compatibility import Incompatible
 from transport.prober import Away, Endpoint, Known
-from transport.side_channels import Address, SideChannels
+from transport.side_channels import Address
 
 T = TypeVar("T")
 PROMPT_TOKENS = 600
@@ -67,8 +67,8 @@ def side_channel(engine: Engine) -> Endpoint:
 
 
 @asynccontextmanager
-async def between(prefill: Engine, decode: Engine) -> AsyncIterator[SideChannels]:
-    channels = SideChannels(local=side_channel(decode), port=free_ports(), refresh_seconds=0.5)
+async def between(prefill: Engine, decode: Engine) -> AsyncIterator[Watched]:
+    channels = Watched(local=side_channel(decode), refresh_seconds=0.5)
     try:
         channels.add(side_channel(prefill))
         await until(lambda: isinstance(channels.local_state, Known), 5)
@@ -110,7 +110,7 @@ def pulled(engine: Engine) -> int:
     return engine.prompt_tokens_by_source()["external_kv_transfer"]
 
 
-async def relayed(channels: SideChannels, prefill: Engine, handoff: dict[str, Any]) -> dict[str, Any]:
+async def relayed(channels: Watched, prefill: Engine, handoff: dict[str, Any]) -> dict[str, Any]:
     where = await channels.relay_address(
         side_channel(prefill),
         engine_id=handoff["remote_engine_id"],
@@ -121,7 +121,7 @@ async def relayed(channels: SideChannels, prefill: Engine, handoff: dict[str, An
     return handoff | {"remote_host": where.host, "remote_port": where.port}
 
 
-def via(channels: SideChannels, prefill: Engine, handoff: dict[str, Any]) -> dict[str, Any]:
+def via(channels: Watched, prefill: Engine, handoff: dict[str, Any]) -> dict[str, Any]:
     """The relay's address although the side channel is gone: it went after the handoff was sent on."""
     host, port = channels._relays[side_channel(prefill)].address
     return handoff | {"remote_host": host, "remote_port": port}
@@ -140,7 +140,6 @@ def test_kv_comes_through_the_relay_and_the_text_is_the_same(pair: tuple[Engine,
         async with between(prefill, decode) as channels:
             known = channels.state(side_channel(prefill))
             assert isinstance(known, Known)
-            assert known.checked
             assert known.description.schema == "14"
             assert known.description.geometry is not None
             assert known.description.geometry.logical_block_size == 32

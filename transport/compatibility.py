@@ -1,16 +1,16 @@
 """Can these two engines ever transfer? Decided from their metadata alone, before a prompt is computed twice. Pure.
 
 Source of every rule: vLLM 0.32 nixl/base_worker.py, `_nixl_handshake`, `_validate_remote_parallel_config` and
-`_validate_remote_agent_handshake`, kv_connector/utils.py for the ratios. Only what the decode engine is certain to
-refuse is said to be incompatible; what depends on things that the metadata does not hold (number of KV heads, MLA,
-host buffers, `enable_permute_local_kv`) is left for the engine to find out.
+`_validate_remote_agent_handshake`. Only what the decode engine is certain to refuse is said to be incompatible.
+What depends on things that nobody tells the sidecar (the local engine's tensor- and pipeline-parallel sizes, number
+of KV heads, host buffers, `enable_permute_local_kv`) is left for the engine to find out.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from transport.handshake import FIRST, Description, Geometry, Rank, Ranks
+from transport.handshake import Description, Geometry
 
 Reason = Literal[
     "hash",
@@ -22,8 +22,6 @@ Reason = Literal[
     "context_parallel",
     "block_size",
     "layout",
-    "regions",
-    "block_len",
 ]
 
 
@@ -36,40 +34,28 @@ class Incompatible:
     change: str
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of one engine. `ranks` None: its sizes are not known, only rank (0, 0) was asked."""
-
-    descriptions: Mapping[Rank, Description]
-    ranks: Ranks | None = None
-
-    @property
-    def first(self) -> Description:
-        return self.descriptions[FIRST]
-
-
-def check(local: Facts | None, remote: Facts, *, enforce_hash: bool = True) -> Incompatible | None:
+def check(local: Description | None, remote: Sequence[Description]) -> Incompatible | None:
     """Why the local (decode) engine can never pull from the remote (prefill) one; None if nothing says so.
 
-    `local` None: the local engine's metadata is not known, only what holds for any pair is checked.
-    `enforce_hash` False: the engine runs with `enforce_handshake_compat: false` and will not compare hashes.
+    `local`: what its first rank says; None if it is not known: only what holds for any pair is checked then.
+    `remote`: what each rank that was asked says, the first rank first.
     """
     found = _itself(remote)
     if found is not None or local is None:
         return found
-    here, there = local.first, remote.first
-    if here.engine_id is not None and here.engine_id == there.engine_id:
+    there = remote[0]
+    if local.engine_id is not None and local.engine_id == there.engine_id:
         return Incompatible(
             "same_engine",
             "the side channel of this endpoint is the local engine's own",
             "set VLLM_NIXL_SIDE_CHANNEL_HOST on the prefill engine to its pod address (its default is localhost)",
         )
-    if enforce_hash and here.compatibility_hash != there.compatibility_hash:
-        return _hash_differs(here, there)
-    if here.geometry is None or there.geometry is None:
+    if local.compatibility_hash != there.compatibility_hash:
+        return _hash_differs(local, there)
+    if local.geometry is None or there.geometry is None:
         return None
     for rule in _PAIR_RULES:
-        if (found := rule(local, here.geometry, remote, there.geometry)) is not None:
+        if (found := rule(local.geometry, there.geometry)) is not None:
             return found
     return None
 
@@ -86,10 +72,10 @@ def check_engine_id(description: Description, named: str) -> Incompatible | None
     )
 
 
-def _itself(remote: Facts) -> Incompatible | None:
+def _itself(remote: Sequence[Description]) -> Incompatible | None:
     """Does one engine's metadata agree with itself: the asserts that need no second engine."""
-    shapes = [d.geometry for d in remote.descriptions.values() if d.geometry is not None]
-    if any(d.engine_id != remote.first.engine_id for d in remote.descriptions.values()):
+    shapes = [description.geometry for description in remote if description.geometry is not None]
+    if any(description.engine_id != remote[0].engine_id for description in remote):
         return Incompatible(
             "ranks_differ", "ranks of one side channel carry different engine ids", "restart the prefill engine"
         )
@@ -145,7 +131,7 @@ def _span(shape: Geometry) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _context_parallel(_: Facts, here: Geometry, __: Facts, there: Geometry) -> Incompatible | None:
+def _context_parallel(here: Geometry, there: Geometry) -> Incompatible | None:
     change = "make --decode-context-parallel-size and --prefill-context-parallel-size fit each other"
     if there.pcp_size > 1 and there.dcp_size not in (1, there.pcp_size):
         cause = f"PCP {there.pcp_size} with DCP {there.dcp_size} there"
@@ -162,20 +148,7 @@ def _context_parallel(_: Facts, here: Geometry, __: Facts, there: Geometry) -> I
     return Incompatible("context_parallel", cause, change)
 
 
-def _tp_size(local: Facts, _: Geometry, remote: Facts, __: Geometry) -> Incompatible | None:
-    if local.ranks is None or remote.ranks is None:
-        return None
-    here, there = local.ranks.tp, remote.ranks.tp
-    if here % there == 0 or there % here == 0:
-        return None
-    return Incompatible(
-        "tp_size",
-        f"tensor-parallel size {there} there and {here} here do not divide one another",
-        "choose --tensor-parallel-size so that one is a multiple of the other",
-    )
-
-
-def _block_size(local: Facts, here: Geometry, remote: Facts, there: Geometry) -> Incompatible | None:
+def _block_size(here: Geometry, there: Geometry) -> Incompatible | None:
     # The engine itself admits multiples (base_worker.py), and on CPU then reads every prompt wrong, with 200.
     if here.block_size == there.block_size:
         return None
@@ -186,7 +159,7 @@ def _block_size(local: Facts, here: Geometry, remote: Facts, there: Geometry) ->
     )
 
 
-def _layout(_: Facts, here: Geometry, __: Facts, there: Geometry) -> Incompatible | None:
+def _layout(here: Geometry, there: Geometry) -> Incompatible | None:
     if here.layout == there.layout or "MLA" in here.attention_backend.upper():
         return None
     if there.layout == "LBHNC" and here.layout == "LBNHC":  # legal with enable_permute_local_kv, which is not told
@@ -198,54 +171,8 @@ def _layout(_: Facts, here: Geometry, __: Facts, there: Geometry) -> Incompatibl
     )
 
 
-def _regions(local: Facts, here: Geometry, remote: Facts, there: Geometry) -> Incompatible | None:
-    # Pipeline stages legally differ in their number of regions.
-    staged = remote.ranks is None or remote.ranks.pp > 1 or local.ranks is None or local.ranks.pp > 1
-    if staged:
-        return None
-    change = "serve the same model with the same cache settings on both sides"
-    if here.regions != there.regions and not here.recurrent:
-        return Incompatible("regions", f"{there.regions} KV regions there, {here.regions} here", change)
-    if there.region_names is not None and here.region_names not in (None, there.region_names):
-        return Incompatible("regions", "the KV regions there carry other layer names than here", change)
-    return None
-
-
-def _ranks_differ(local: Facts, _: Geometry, remote: Facts, there: Geometry) -> Incompatible | None:
-    # A local rank that reads from several remote ones requires that they have equally many blocks.
-    if local.ranks is None or remote.ranks is None or remote.ranks.tp <= local.ranks.tp:
-        return None
-    counts = {d.geometry.num_blocks for d in remote.descriptions.values() if d.geometry is not None}
-    if len(counts) == 1:
-        return None
-    return Incompatible(
-        "ranks_differ",
-        f"its ranks have {min(counts)} to {max(counts)} blocks",
-        "give every rank of the prefill engine the same KV cache size (--num-gpu-blocks-override)",
-    )
-
-
-def _block_len(local: Facts, here: Geometry, remote: Facts, there: Geometry) -> Incompatible | None:
-    # Only for equal tensor-parallel sizes does the metadata alone say how long a block must be.
-    same_tp = local.ranks is not None and remote.ranks is not None and local.ranks == remote.ranks
-    if not same_tp or here.recurrent or there.recurrent or here.regions != there.regions:
-        return None
-    if here.block_lens == there.block_lens:
-        return None
-    return Incompatible(
-        "block_len",
-        f"KV blocks of {_span(there)} bytes there, {_span(here)} here",
-        "make --dtype, --kv-cache-dtype and --block-size the same on both sides",
-    )
-
-
-_PairRule = Callable[[Facts, Geometry, Facts, Geometry], Incompatible | None]
-_PAIR_RULES: Final[tuple[_PairRule, ...]] = (
+_PAIR_RULES: Final[tuple[Callable[[Geometry, Geometry], Incompatible | None], ...]] = (
     _context_parallel,
-    _tp_size,
-    _ranks_differ,
     _block_size,
     _layout,
-    _regions,
-    _block_len,
 )

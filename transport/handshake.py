@@ -20,7 +20,6 @@ REQUEST_BYTES_MAX: Final = 64  # b"\x93\xc4\x0c" + verb + two integers of at mos
 RANKS_MAX: Final = 1024  # of one engine; wider than any deployment, small enough to enumerate
 
 _REGIONS_MAX: Final = 65_536
-_NAMES_SHOWN_MAX: Final = 8
 
 
 class Rank(NamedTuple):
@@ -155,7 +154,6 @@ class Geometry:
     ssm_sizes: tuple[int, int]
     dcp_size: int
     pcp_size: int
-    region_names: tuple[str, ...] | None
 
     @property
     def logical_blocks(self) -> int:
@@ -182,8 +180,8 @@ class Description:
     geometry: Geometry | None
     schema: str
     """`"14"` when the fields are exactly those of connector version 14, else `"unknown"` (never guessed)."""
-    unknown_fields: tuple[str, ...] = ()
     missing_fields: tuple[str, ...] = ()
+    """Of version 14, in order."""
 
 
 class _Named(msgspec.Struct, gc=False):
@@ -195,16 +193,6 @@ _metadata_decoder: Final = msgspec.msgpack.Decoder(AgentMetadata)
 _named_decoder: Final = msgspec.msgpack.Decoder(_Named)
 _keys_decoder: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _FIELDS: Final = frozenset(AgentMetadata.__struct_fields__)
-
-
-def encode_payload(payload: Payload) -> bytes:
-    """Frame 0 of a reply (a simulated engine needs it; the relay passes frames on as they came)."""
-    return msgspec.msgpack.encode(payload)
-
-
-def encode_metadata(metadata: AgentMetadata) -> bytes:
-    """The inner map of `Payload.agent_metadata_bytes`."""
-    return msgspec.msgpack.encode(metadata)
 
 
 def split_reply(frames: Sequence[bytes]) -> tuple[bytes, bytes]:
@@ -238,7 +226,7 @@ def describe(frame: bytes) -> Description:
     """All that can be said about frame 0 of a reply.
 
     Only the outer map has to be right (HandshakeError if not). Metadata of another connector version is legal: it
-    is described by its engine id, if it has one, and by what is strange about it, and it can still be relayed.
+    is described by its engine id, if it has one, and by what it lacks, and it can still be relayed.
     """
     payload = decode_payload(frame)
     inner = payload.agent_metadata_bytes
@@ -257,8 +245,7 @@ def describe(frame: bytes) -> Description:
         engine_id=engine_id,
         geometry=_geometry(metadata) if metadata else None,
         schema=CONNECTOR_VERSION if metadata and not unknown and not missing else "unknown",
-        unknown_fields=_shown(unknown),
-        missing_fields=_shown(missing),
+        missing_fields=tuple(sorted(missing)),
     )
 
 
@@ -282,14 +269,7 @@ def _geometry(metadata: AgentMetadata) -> Geometry:
         ssm_sizes=metadata.ssm_sizes,
         dcp_size=metadata.dcp_size,
         pcp_size=metadata.pcp_size,
-        region_names=tuple(metadata.region_names) if metadata.region_names is not None else None,
     )
-
-
-def _shown(names: set[str] | frozenset[str]) -> tuple[str, ...]:
-    """Field names for a log line: few, short, printable."""
-    shown = sorted(name[:40] if name.isprintable() else "?" for name in names)
-    return tuple(shown[:_NAMES_SHOWN_MAX])
 
 
 # Two frames that the decode engine can't decode: it fails the pull at once (0.11-0.18 s measured, against 5 s of

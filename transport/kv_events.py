@@ -44,15 +44,12 @@ class KvEvents:
         self,
         index: PrefixIndex,
         *,
-        host: str = "127.0.0.1",
         port: int = PORT,
         replay: tuple[str, int] | None = None,
-        topic: bytes = b"",
         on_events: Callable[[str, int], None] = lambda _kind, _count: None,
     ) -> None:
         self.index = index
         self.port = port
-        self.topic = topic
         self.counts: Counter[str] = Counter()
         """`stored`, `removed`, `cleared`, `unknown`: events. `malformed`: messages. `gap`, `restart`, `no_replay`,
         `replay_failed`: how often all was forgotten, and why. `replay`: how often one was asked for."""
@@ -69,7 +66,7 @@ class KvEvents:
         self._dealer: Dealer | None = None
         self._dialling: asyncio.Task[None] | None = None
         self._said_malformed = False
-        sock = socket.create_server((host, port), backlog=8)  # OSError if the port is taken
+        sock = socket.create_server(("127.0.0.1", port), backlog=8)  # OSError if the port is taken
         sock.setblocking(False)
         self._server_task = asyncio.create_task(
             self._loop.create_server(lambda: Subscriber(self), sock=sock), name="KV events"
@@ -291,7 +288,7 @@ class Subscriber(_Paused):
     def ready(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self.send(_SUBSCRIBE + self._events.topic)
+        self.send(_SUBSCRIBE)
         self._events.engine_connected(self)
 
     def received(self, message: tuple[bytes, ...]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from transport import handshake
-from transport.compatibility import Facts, Incompatible, check
+from transport.compatibility import Incompatible, check
 from transport.handshake import FIRST, ONE, Description, HandshakeError, Rank, Ranks
 from transport.link import Kind, Unanswered
 from transport.req import Req
@@ -49,14 +49,8 @@ class Endpoint(NamedTuple):
 class Known:
     """An engine answers there and nothing speaks against it."""
 
-    engine_id: str | None
-    ranks: Ranks | None
-    """None while no configuration and no handoff has told; only rank (0, 0) is asked for until then."""
     description: Description
-    checked: bool
-    """Compared with the local engine's metadata; False while that is not known."""
-    engine_id_reused: bool = False
-    """Another process with the engine id of an earlier one: a decode engine can't notice that restart."""
+    """What its first rank says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +106,17 @@ class Engine:
     """One start of one engine: its first rank's payload is constant from start to end and unlike any other's."""
 
     digest: bytes
-    ranks: Ranks | None
-    """None until configuration or a handoff has told."""
-    reused: bool = False
-    """Whether the engine before it had the same engine id."""
+    ranks: Ranks | None = None
+    """None until a handoff has told: only rank (0, 0) is asked for until then."""
     fetched: dict[Rank, Fetched] = field(default_factory=dict)
 
     @property
     def description(self) -> Description:
         return self.fetched[FIRST].description
 
-    def facts(self) -> Facts:
-        return Facts({rank: fetched.description for rank, fetched in self.fetched.items()}, self.ranks)
-
-
-def _known(engine: Engine, *, checked: bool) -> Known:
-    description = engine.description
-    return Known(description.engine_id, engine.ranks, description, checked, engine.reused)
+    def descriptions(self) -> list[Description]:
+        """The first rank's first: it is what an engine is known by, so it was fetched before all others."""
+        return [fetched.description for fetched in self.fetched.values()]
 
 
 async def ask(req: Req, rank: Rank, timeout_seconds: float) -> tuple[tuple[bytes, bytes], Fetched]:
@@ -150,17 +138,13 @@ async def ask(req: Req, rank: Rank, timeout_seconds: float) -> tuple[tuple[bytes
 class Channel:
     """What is known of one endpoint. Written by the prober, read by the relay and the facade."""
 
-    def __init__(self, endpoint: Endpoint, ranks: Ranks | None) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self.configured = ranks
-        """Sizes from configuration: they hold for every engine that comes up here."""
         self.engine: Engine | None = None
         """The engine that answered last. Kept while its side channel is away, replaced by the next one."""
         self.state: State = NOT_ASKED
         self.task: asyncio.Task[None] | None = None
         self.wake = asyncio.Event()
-        self.asked = asyncio.Event()
-        """Set once the first attempt is over, whatever came of it."""
         self.probe: asyncio.Task[Fetched | None] | None = None
         self._silent_until = 0.0
 
@@ -222,37 +206,28 @@ class Prober:
         self,
         *,
         on_state: Callable[[Endpoint, State], None] = lambda _endpoint, _state: None,
-        enforce_hash: bool = True,
         refresh_seconds: float = REFRESH_SECONDS,
-        fetch_timeout_seconds: float = FETCH_TIMEOUT_SECONDS,
-        backoff_max_seconds: float = BACKOFF_MAX_SECONDS,
-        remembered_bytes_max: int = REMEMBERED_BYTES_MAX,
     ) -> None:
         self.channels: dict[Endpoint, Channel] = {}
         self.local: Channel | None = None
         self.remembered_bytes = 0
-        self._judged_by: Facts | None = None
+        self._judged_by: Description | None = None
         """The local engine's when all others were last judged by it: it tells the same every few seconds."""
         self._on_state = on_state
-        self._enforce_hash = enforce_hash
         self._refresh_seconds = refresh_seconds
-        self._fetch_timeout_seconds = fetch_timeout_seconds
-        self._backoff_max_seconds = backoff_max_seconds
-        self._remembered_bytes_max = remembered_bytes_max
         self._slots = asyncio.Semaphore(FETCHES_AT_ONCE_MAX)
 
-    def set_local(self, endpoint: Endpoint, ranks: Ranks | None) -> Channel:
-        """The local engine's side channel, once. `ranks`: its sizes, where configuration tells them."""
+    def set_local(self, endpoint: Endpoint) -> None:
+        """The local engine's side channel, once."""
         assert self.local is None
-        self.local = Channel(endpoint, ranks)
+        self.local = Channel(endpoint)
         self._start(self.local)
-        return self.local
 
-    def add(self, endpoint: Endpoint, ranks: Ranks | None = None) -> Channel | None:
+    def add(self, endpoint: Endpoint) -> Channel | None:
         """Begin to watch; the same Channel if it is watched already, None beyond ENDPOINTS_MAX."""
         channel = self.channels.get(endpoint)
         if channel is None and len(self.channels) < ENDPOINTS_MAX:
-            channel = self.channels[endpoint] = Channel(endpoint, ranks)
+            channel = self.channels[endpoint] = Channel(endpoint)
             self._start(channel)
         return channel
 
@@ -271,7 +246,6 @@ class Prober:
         """
         if channel.engine is not None and channel.engine.ranks is None:
             channel.engine.ranks = ranks
-            self._judge(channel)
             channel.wake.set()
 
     async def refresh(self, channel: Channel, timeout_seconds: float) -> State:
@@ -325,7 +299,7 @@ class Prober:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(backoff_seconds * random.uniform(0.5, 1.0)):  # noqa: S311
                     await channel.wake.wait()
-            backoff_seconds = min(backoff_seconds * 2, self._backoff_max_seconds)
+            backoff_seconds = min(backoff_seconds * 2, BACKOFF_MAX_SECONDS)
 
     async def _attend(self, channel: Channel) -> None:
         """Connect and stay connected, asking at every interval and whenever woken. Ends only by raising."""
@@ -333,7 +307,7 @@ class Prober:
             req = await Req.connect(
                 *channel.endpoint,
                 frame_bytes_max=handshake.PAYLOAD_BYTES_MAX,
-                timeout_seconds=self._fetch_timeout_seconds,
+                timeout_seconds=FETCH_TIMEOUT_SECONDS,
             )
         try:
             req.on_end = channel.wake.set
@@ -352,11 +326,11 @@ class Prober:
 
     async def _fetch(self, channel: Channel, req: Req) -> None:
         """Every known rank of the engine on this connection, then the verdict."""
-        _, first = await ask(req, FIRST, self._fetch_timeout_seconds)
+        _, first = await ask(req, FIRST, FETCH_TIMEOUT_SECONDS)
         engine = self._seen(channel, first)
         for rank in (engine.ranks or ONE).all():
             if rank not in engine.fetched:
-                _, fetched = await ask(req, rank, self._fetch_timeout_seconds)
+                _, fetched = await ask(req, rank, FETCH_TIMEOUT_SECONDS)
                 self._remember(engine, rank, fetched)
         self._judge(channel)
 
@@ -391,10 +365,8 @@ class Prober:
         """The engine that this reply is from: the known one, or a new one in its place."""
         engine = channel.engine
         if engine is None or engine.digest != first.digest:
-            engine_id = first.description.engine_id
-            reused = engine is not None and engine_id is not None and engine.description.engine_id == engine_id
             self._forget(channel)
-            engine = channel.engine = Engine(first.digest, channel.configured, reused)
+            engine = channel.engine = Engine(first.digest)
         channel.heard()
         self._remember(engine, FIRST, first)
         return engine
@@ -409,7 +381,7 @@ class Prober:
             return
         twin = next((f for f in engine.fetched.values() if f.description == fetched.description), None)
         description = twin.description if twin is not None else fetched.description
-        room = self.remembered_bytes + len(fetched.payload) <= self._remembered_bytes_max
+        room = self.remembered_bytes + len(fetched.payload) <= REMEMBERED_BYTES_MAX
         payload = fetched.payload if room else b""
         self.remembered_bytes += len(payload) - (len(old.payload) if old is not None else 0)
         engine.fetched[rank] = Fetched(
@@ -425,21 +397,19 @@ class Prober:
         engine = channel.engine
         assert engine is not None
         if channel is self.local:
-            self._set(channel, _known(engine, checked=True))
-            facts = engine.facts()
-            if facts == self._judged_by:
+            self._set(channel, Known(engine.description))
+            if engine.description == self._judged_by:
                 return
-            self._judged_by = facts
+            self._judged_by = engine.description
             for other in self.channels.values():
                 if other.engine is not None and isinstance(other.state, Known | Incompatible):
                     self._judge(other)
             return
-        local = self.local.engine.facts() if self.local is not None and self.local.engine is not None else None
-        refusal = check(local, engine.facts(), enforce_hash=self._enforce_hash)
-        self._set(channel, refusal or _known(engine, checked=local is not None))
+        local = self.local.engine.description if self.local is not None and self.local.engine is not None else None
+        refusal = check(local, engine.descriptions())
+        self._set(channel, refusal or Known(engine.description))
 
     def _set(self, channel: Channel, state: State) -> None:
-        channel.asked.set()
         if state != channel.state:
             channel.state = state
             self._on_state(channel.endpoint, state)

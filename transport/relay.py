@@ -45,13 +45,13 @@ class Source(Protocol):
     async def live(self, rank: Rank, timeout_seconds: float) -> tuple[bytes, bytes]: ...
 
 
-def bind(name: str, taken: frozenset[str] | set[str], network: str = NETWORK, port: int = PORT) -> socket.socket:
+def bind(name: str, taken: frozenset[str] | set[str], port: int = PORT) -> socket.socket:
     """A listening socket on a loopback address of its own, always the same one for a `name` where it is free.
 
     The choice follows from the name, so that it survives a restart of the sidecar: the decode engine, which lives
     on, finds the same prefill engine behind the same address. Raises OSError if none can be had.
     """
-    net = ipaddress.ip_network(network)
+    net = ipaddress.ip_network(NETWORK)
     usable = net.num_addresses - 2
     start = zlib.crc32(name.encode()) % usable
     error: OSError | None = None
@@ -81,11 +81,9 @@ class Relay:
         sock: socket.socket,
         *,
         on_outcome: Callable[[Outcome, float], None],
-        live_timeout_seconds: float = LIVE_TIMEOUT_SECONDS,
     ) -> None:
         self.source = source
         self.on_outcome = on_outcome
-        self.live_timeout_seconds = live_timeout_seconds
         self.connections: set[Asker] = set()
         self.closed = False
         host, port = sock.getsockname()
@@ -112,11 +110,11 @@ class Relay:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def answer(self, rank: Rank) -> tuple[tuple[bytes, bytes], Outcome]:
-        """The two frames for a well-formed question, always, after at most `live_timeout_seconds`."""
+        """The two frames for a well-formed question, always, after at most `LIVE_TIMEOUT_SECONDS`."""
         if not self.source.covers(rank):
             return handshake.UNDECODABLE, "range"
         try:
-            return await self.source.live(rank, self.live_timeout_seconds), "live"
+            return await self.source.live(rank, LIVE_TIMEOUT_SECONDS), "live"
         except Changed:
             return handshake.UNDECODABLE, "changed"
         except HandshakeError:

@@ -6,7 +6,6 @@ blocks it.
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -16,7 +15,6 @@ from transport.handshake import RANKS_MAX, Ranks
 from transport.prober import (
     ENDPOINTS_MAX,
     LIVE_TIMEOUT_SECONDS,
-    NOT_ASKED,
     REFRESH_SECONDS,
     Away,
     Channel,
@@ -52,8 +50,6 @@ class SideChannels:
     """Made and closed on the running loop.
 
     `local`: the local (decode) engine's own side channel, for the comparison; None leaves endpoints unchecked.
-    `local_ranks`: its tensor- and pipeline-parallel sizes, None where nobody tells them: what depends on them is
-    left for the engine to find out. `relayed` False: `relay_address` gives the endpoint's own address.
     `on_state(endpoint, state)`: at every change. `on_handshake(outcome, seconds)`: for every question that the
     decode engine asked, and every offence against a relay's port (labels: `transport.relay.Outcome`).
     """
@@ -62,45 +58,28 @@ class SideChannels:
         self,
         *,
         local: Endpoint | None = None,
-        local_ranks: Ranks | None = None,
-        relayed: bool = True,
-        network: str = relay.NETWORK,
         port: int = relay.PORT,
-        enforce_hash: bool = True,
         refresh_seconds: float = REFRESH_SECONDS,
-        live_timeout_seconds: float = LIVE_TIMEOUT_SECONDS,
         on_state: Callable[[Endpoint, State], None] = lambda _endpoint, _state: None,
         on_handshake: Callable[[relay.Outcome, float], None] = lambda _outcome, _seconds: None,
     ) -> None:
-        self.handshakes: Counter[relay.Outcome] = Counter()
-        self.prober = Prober(on_state=on_state, enforce_hash=enforce_hash, refresh_seconds=refresh_seconds)
+        self.prober = Prober(on_state=on_state, refresh_seconds=refresh_seconds)
         self._relays: dict[Endpoint, relay.Relay] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._relayed = relayed
-        self._network = network
         self._port = port
-        self._live_timeout_seconds = live_timeout_seconds
         self._on_handshake = on_handshake
         if local is not None:
-            self.prober.set_local(local, local_ranks)
+            self.prober.set_local(local)
 
-    @property
-    def local_state(self) -> State:
-        return self.prober.local.state if self.prober.local is not None else NOT_ASKED
-
-    def add(self, endpoint: Endpoint, ranks: Ranks | None = None) -> bool:
-        """Watch a prefill engine's side channel and listen for handshakes on its behalf. False beyond the bound.
-
-        `ranks`: its sizes, only if they are certain: asking for a rank too many ends that engine's listener.
-        """
-        channel = self.prober.add(endpoint, ranks)
+    def add(self, endpoint: Endpoint) -> bool:
+        """Watch a prefill engine's side channel and listen for handshakes on its behalf. False beyond the bound."""
+        channel = self.prober.add(endpoint)
         if channel is None:
             return False
-        if self._relayed:
-            try:
-                self._front(channel)
-            except OSError as error:  # the next handoff may have more luck
-                logger.error("side channel %s: no relay address: %s", endpoint, error)
+        try:
+            self._front(channel)
+        except OSError as error:  # the next handoff may have more luck
+            logger.error("side channel %s: no relay address: %s", endpoint, error)
         return True
 
     def remove(self, endpoint: Endpoint) -> None:
@@ -116,17 +95,6 @@ class SideChannels:
         """What is known of it at this moment; costs nothing."""
         channel = self.prober.channels.get(endpoint)
         return channel.state if channel is not None else _NOT_WATCHED
-
-    async def settled(self, endpoint: Endpoint, timeout_seconds: float) -> State:
-        """Its state once the first attempt is over, or after the time."""
-        channel = self.prober.channels.get(endpoint)
-        if channel is not None and not channel.asked.is_set():
-            try:
-                async with asyncio.timeout(timeout_seconds):
-                    await channel.asked.wait()
-            except TimeoutError:
-                pass
-        return self.state(endpoint)
 
     async def alive(
         self, endpoint: Endpoint, engine_id: str | None = None, timeout_seconds: float = ALIVE_TIMEOUT_SECONDS
@@ -160,12 +128,12 @@ class SideChannels:
         self, endpoint: Endpoint, *, engine_id: str, tp_size: int = 1, pp_size: int = 1
     ) -> Address | Away | Incompatible:
         """`known_address`, after asking once more an engine that is away or another than named: about 1 ms, or
-        `live_timeout_seconds` if it is silent."""
+        `LIVE_TIMEOUT_SECONDS` if it is silent."""
         known = self.known_address(endpoint, engine_id=engine_id, tp_size=tp_size, pp_size=pp_size)
         if known is not None:
             return known
         channel = self.prober.channels[endpoint]
-        await self.prober.refresh(channel, self._live_timeout_seconds)
+        await self.prober.refresh(channel, LIVE_TIMEOUT_SECONDS)
         return self._address(channel, engine_id, Ranks(pp_size, tp_size))
 
     def _address(self, channel: Channel, engine_id: str, named: Ranks) -> Address | Away | Incompatible:
@@ -179,8 +147,7 @@ class SideChannels:
             return _sizes(
                 f"the handoff names tp {named.tp}, pp {named.pp}; this engine has tp {known.tp}, pp {known.pp}"
             )
-        # What was learned may have been the first to show that the two do not fit.
-        return self._where(channel) if isinstance(channel.state, Known) else channel.state
+        return self._where(channel)
 
     async def close(self) -> None:
         """End all of it. Nothing waits for the network."""
@@ -190,8 +157,6 @@ class SideChannels:
         await asyncio.gather(*self._closing)
 
     def _where(self, channel: Channel) -> Address | Away:
-        if not self._relayed:
-            return Address(*channel.endpoint)
         if self.prober.channels.get(channel.endpoint) is not channel:  # removed while it was asked
             return _NOT_WATCHED
         try:
@@ -204,15 +169,9 @@ class SideChannels:
         front = self._relays.get(channel.endpoint)
         if front is None:
             taken = {front.address[0] for front in self._relays.values()}
-            sock = relay.bind(str(channel.endpoint), taken, self._network, self._port)
-            front = self._relays[channel.endpoint] = relay.Relay(
-                channel, sock, on_outcome=self._count, live_timeout_seconds=self._live_timeout_seconds
-            )
+            sock = relay.bind(str(channel.endpoint), taken, self._port)
+            front = self._relays[channel.endpoint] = relay.Relay(channel, sock, on_outcome=self._on_handshake)
         return front
-
-    def _count(self, outcome: relay.Outcome, seconds: float) -> None:
-        self.handshakes[outcome] += 1
-        self._on_handshake(outcome, seconds)
 
 
 def _other(channel: Channel, engine_id: str) -> Incompatible | None:

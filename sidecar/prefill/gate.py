@@ -27,8 +27,8 @@ Admitted = Callable[[Handoff | Rejection], None]
 Located = Callable[[Address | Rejection], None]
 
 
-class Named(Protocol):
-    """What a handoff names of the engine that holds its blocks."""
+class Holder(Protocol):
+    """The engine that holds a handoff's blocks, and its side channel."""
 
     @property
     def engine_id(self) -> str: ...
@@ -36,6 +36,11 @@ class Named(Protocol):
     def host(self) -> str: ...
     @property
     def port(self) -> int: ...
+
+
+class Named(Holder, Protocol):
+    """What a handoff names of it."""
+
     @property
     def tp_size(self) -> int: ...
     @property
@@ -108,7 +113,7 @@ class Gate:
         channels = self._channels
         return channels is None or any(channels.state(side) is NOT_ASKED for side in endpoint.side_channels)
 
-    async def alive(self, handoff: Named, timeout_s: float) -> str:
+    async def alive(self, handoff: Holder, timeout_s: float) -> str:
         """ "" if the side channel that the handoff names answers for its engine."""
         assert self._channels is not None
         side = SideChannel(handoff.host, handoff.port)
@@ -124,9 +129,9 @@ class Gate:
     def _tell(self, endpoint: Endpoint, side: SideChannel, state: State) -> None:
         certain = endpoint.side_channels.get(side, False)
         if isinstance(state, Known) and state.description.geometry is not None:
-            geometry = state.description.geometry
+            geometry, engine_id = state.description.geometry, state.description.engine_id or ""
             endpoint.facts = EngineFacts(
-                geometry.logical_block_size, geometry.logical_blocks, state.engine_id or "", endpoint.facts.ranks
+                geometry.logical_block_size, geometry.logical_blocks, engine_id, endpoint.facts.ranks
             )
         was = endpoint.blocked
         endpoint.blocked = self._blocked(endpoint)

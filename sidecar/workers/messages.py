@@ -232,8 +232,6 @@ class AskAlive(_Message):
     port: int
     engine_id: str
     timeout_s: float
-    tp_size: int = 1
-    pp_size: int = 1
 
 
 class Report(_Message):

@@ -343,7 +343,7 @@ def side_channel(data: bytes) -> None:
 SIDE_CHANNEL = (
     b"\0" + zmtp.GREETING + zmtp.encode_ready(zmtp.REQ) + zmtp.encode_message(b"", b"x"),
     b"\1" + handshake.encode_request(handshake.Rank(0, 0)),
-    b"\2" + handshake.encode_payload(handshake.Payload("h", b"\x81\xa9engine_id\xa1P")),
+    b"\2" + msgspec.msgpack.encode(handshake.Payload("h", b"\x81\xa9engine_id\xa1P")),
 )
 
 TARGETS = {

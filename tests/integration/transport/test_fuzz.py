@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterator
 
 from tests.integration.transport.peers import Listener, asked, described, descriptors, pack, run, until
-from tests.ports import free_ports
+from tests.integration.transport.watched import Watched
 from transport import handshake, zmtp
-from transport.handshake import HandshakeError, Ranks
-from transport.side_channels import Address, SideChannels
+from transport.handshake import HandshakeError
+from transport.side_channels import Address
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "2"))
 SEED = int(os.environ.get("FUZZ_SEED", "20"))
@@ -117,11 +117,9 @@ def test_the_relay_and_the_engine_behind_it_survive() -> None:
                     writer.transport.abort()
                 writer.close()
 
-    async def rounds(channels: SideChannels) -> None:
-        channels.add(prefill.endpoint, Ranks(1, 2))
-        await channels.settled(prefill.endpoint, 2)
-        address = await channels.relay_address(prefill.endpoint, engine_id="P", tp_size=2)
-        assert isinstance(address, Address)
+    async def rounds(channels: Watched) -> None:
+        channels.add(prefill.endpoint)
+        address = await channels.fetched(prefill.endpoint, "P", 2)
         await asked(address)
         before = descriptors()
         source = random.Random(SEED)
@@ -145,7 +143,7 @@ def test_the_relay_and_the_engine_behind_it_survive() -> None:
         await until(lambda: descriptors() <= before)
 
     async def main() -> None:
-        channels = SideChannels(port=free_ports(), refresh_seconds=0.5)
+        channels = Watched(refresh_seconds=0.5)
         try:
             await rounds(channels)
         finally:

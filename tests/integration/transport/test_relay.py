@@ -24,21 +24,21 @@ from tests.integration.transport.peers import (
     speaking,
     until,
 )
+from tests.integration.transport.watched import Watched
 from tests.ports import free_ports
 from transport import relay, zmtp
-from transport.handshake import Ranks
 from transport.prober import Endpoint, Known
-from transport.side_channels import Address, SideChannels
+from transport.side_channels import Address
 
 READY = zmtp.GREETING + zmtp.encode_ready(zmtp.ROUTER)
 
 
 @contextlib.asynccontextmanager
-async def relayed(*endpoints: Endpoint, ranks: Ranks | None = None) -> AsyncIterator[SideChannels]:
-    channels = SideChannels(port=free_ports(), refresh_seconds=0.2)
+async def relayed(*endpoints: Endpoint) -> AsyncIterator[Watched]:
+    channels = Watched(refresh_seconds=0.2)
     try:
         for endpoint in endpoints:
-            assert channels.add(endpoint, ranks)
+            assert channels.add(endpoint)
         for endpoint in endpoints:
             await channels.settled(endpoint, 1)
         yield channels
@@ -46,7 +46,7 @@ async def relayed(*endpoints: Endpoint, ranks: Ranks | None = None) -> AsyncIter
         await channels.close()
 
 
-def front(channels: SideChannels, endpoint: Endpoint) -> tuple[str, int]:
+def front(channels: Watched, endpoint: Endpoint) -> tuple[str, int]:
     return channels._relays[endpoint].address
 
 
@@ -94,8 +94,8 @@ def test_the_same_question_asked_directly_ends_the_listener() -> None:
 
 def test_what_was_fetched_serves_while_the_listener_is_closed_with_a_running_clock() -> None:
     async def main() -> None:
-        async with relayed(prefill.endpoint, ranks=Ranks(1, 2)) as channels:
-            address = front(channels, prefill.endpoint)
+        async with relayed(prefill.endpoint) as channels:
+            address = await channels.fetched(prefill.endpoint, "P", 2)
             await asyncio.to_thread(prefill.stop)
             replies = await asked(address, 0, 1)
             assert [reply.frames[0] for reply in replies] == [prefill.payloads[0, 0], prefill.payloads[0, 1]]
@@ -344,7 +344,7 @@ def test_an_engine_that_leaves_in_the_middle_leaves_nothing() -> None:
 def test_closing_is_not_held_up_by_anyone() -> None:
     async def main(endpoint: Endpoint) -> None:
         before = descriptors()
-        channels = SideChannels(port=free_ports())
+        channels = Watched()
         channels.add(prefill.endpoint)
         channels.add(endpoint)
         await channels.settled(prefill.endpoint, 1)
@@ -394,16 +394,17 @@ def test_addresses_are_stable_unshared_and_step_aside_for_other_sidecars() -> No
     aside.close()
 
 
-def test_when_no_address_is_left_it_is_said() -> None:
+def test_when_no_address_is_left_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "NETWORK", "127.88.0.0/30")
     port = free_ports()
-    taken = [relay.bind("a", set(), "127.88.0.0/30", port) for _ in range(2)]
+    taken = [relay.bind("a", set(), port) for _ in range(2)]
     with pytest.raises(OSError, match="in use"):
-        relay.bind("a", set(), "127.88.0.0/30", port)
+        relay.bind("a", set(), port)
     with pytest.raises(OSError, match="no loopback address"):
-        relay.bind("a", {"127.88.0.1", "127.88.0.2"}, "127.88.0.0/30", port)
+        relay.bind("a", {"127.88.0.1", "127.88.0.2"}, port)
 
     async def main() -> None:
-        channels = SideChannels(network="127.88.0.0/30", port=port)
+        channels = Watched(port=port)
         assert channels.add(prefill.endpoint)
         assert isinstance(await channels.settled(prefill.endpoint, 1), Known)
         found = await channels.relay_address(prefill.endpoint, engine_id="P")
@@ -416,18 +417,6 @@ def test_when_no_address_is_left_it_is_said() -> None:
         assert (await asked(found))[0].decodable
         channels.remove(prefill.endpoint)
         assert not isinstance(channels.known_address(prefill.endpoint, engine_id="P"), Address)
-        await channels.close()
-
-    with Listener("P") as prefill:
-        run(main())
-
-
-def test_without_the_relay_the_handoff_keeps_the_endpoints_own_address() -> None:
-    async def main() -> None:
-        channels = SideChannels(relayed=False)
-        channels.add(prefill.endpoint)
-        await channels.settled(prefill.endpoint, 1)
-        assert await channels.relay_address(prefill.endpoint, engine_id="P") == prefill.endpoint
         await channels.close()
 
     with Listener("P") as prefill:

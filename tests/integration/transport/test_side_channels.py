@@ -21,18 +21,19 @@ from tests.integration.transport.peers import (
     speaking,
     until,
 )
+from tests.integration.transport.watched import Watched
 from tests.ports import HAS_IPV6, free_ports
 from transport import prober, zmtp
 from transport.compatibility import Incompatible
 from transport.handshake import Ranks
 from transport.prober import Away, Endpoint, Known, State
-from transport.side_channels import Address, SideChannels
+from transport.side_channels import Address
 
 
 @asynccontextmanager
-async def watching(*endpoints: Endpoint, **options: Any) -> AsyncIterator[SideChannels]:
+async def watching(*endpoints: Endpoint, **options: Any) -> AsyncIterator[Watched]:
     options.setdefault("refresh_seconds", 0.1)
-    channels = SideChannels(port=free_ports(), **options)
+    channels = Watched(**options)
     try:
         for endpoint in endpoints:
             assert channels.add(endpoint)
@@ -52,7 +53,7 @@ def test_an_engine_is_known_as_soon_as_it_is_added() -> None:
         async with watching(prefill.endpoint) as channels:
             found = channels.state(prefill.endpoint)
             assert isinstance(found, Known)
-            assert (found.engine_id, found.ranks, found.checked) == ("P", None, False)
+            assert found.description.engine_id == "P"
             assert set(prefill.requests) == {(0, 0)}
 
     with Listener("P", ranks=4) as prefill:
@@ -86,7 +87,7 @@ def test_the_local_engine_saying_the_same_again_judges_nobody(monkeypatch: pytes
     async def main() -> None:
         monkeypatch.setattr(prober, "check", counting)
         async with watching(prefill.endpoint, local=decode.endpoint, refresh_seconds=10) as channels:
-            await until(lambda: getattr(channels.state(prefill.endpoint), "checked", False))
+            await until(lambda: isinstance(channels.local_state, Known))
             local = channels.prober.local
             assert local is not None
             await channels.prober.refresh(local, 1)
@@ -109,9 +110,9 @@ def test_a_handoff_tells_the_sizes_and_all_ranks_are_fetched_once() -> None:
             await until(lambda: len(prefill.requests) >= 5)
             await asyncio.sleep(0.1)  # no more come
             assert sorted(prefill.requests) == [(0, 0), (0, 0), (0, 1), (0, 2), (0, 3)]
-            known = channels.state(prefill.endpoint)
-            assert isinstance(known, Known)
-            assert known.ranks == Ranks(pp=1, tp=4)
+            engine = channels.prober.channels[prefill.endpoint].engine
+            assert engine is not None
+            assert engine.ranks == Ranks(pp=1, tp=4)
 
     with Listener("P", ranks=4) as prefill:
         run(main())
@@ -207,9 +208,6 @@ def test_a_constant_engine_id_does_not_hide_a_restart() -> None:
         first = restarted(port, "constant", ranks=2)
         async with watching(first.endpoint) as channels:
             await channels.relay_address(first.endpoint, engine_id="constant", tp_size=2)
-            known = channels.state(first.endpoint)
-            assert isinstance(known, Known)
-            assert not known.engine_id_reused
             await asyncio.to_thread(first.stop)
             with restarted(port, "constant") as second:
                 where = await channels.relay_address(first.endpoint, engine_id="constant")
@@ -218,17 +216,15 @@ def test_a_constant_engine_id_does_not_hide_a_restart() -> None:
                 assert replies[0].frames[0] == second.payloads[0, 0]
                 assert not replies[1].decodable
                 assert second.error is None
-                known = channels.state(first.endpoint)
-                assert isinstance(known, Known)
-                assert known.engine_id_reused
 
     run(main())
 
 
-def test_a_frozen_engine_is_away_after_the_next_question_and_comes_back() -> None:
+def test_a_frozen_engine_is_away_after_the_next_question_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prober, "FETCH_TIMEOUT_SECONDS", 0.2)
+
     async def main() -> None:
         async with watching(prefill.endpoint) as channels:
-            channels.prober._fetch_timeout_seconds = 0.2
             prefill.running.clear()
             await until(lambda: isinstance(channels.state(prefill.endpoint), Away))
             state = channels.state(prefill.endpoint)
@@ -302,7 +298,6 @@ def test_another_hash_than_the_local_engines_is_incompatible_before_any_prompt()
             await until(lambda: isinstance(channels.local_state, Known))
             known = channels.state(good.endpoint)
             assert isinstance(known, Known)
-            assert known.checked
             refusal = await channels.relay_address(bad.endpoint, engine_id="P2")
             assert isinstance(refusal, Incompatible)
             assert refusal.reason == "hash"
@@ -318,9 +313,7 @@ def test_when_the_local_engine_comes_late_or_comes_back_different_all_are_judged
         local = Endpoint(LOCALHOST, port)
         # Nobody asks the prefill engine again in this time: it is judged by what is known of it.
         async with watching(prefill.endpoint, local=local, refresh_seconds=60) as channels:
-            unchecked = channels.state(prefill.endpoint)
-            assert isinstance(unchecked, Known)
-            assert not unchecked.checked
+            assert isinstance(channels.state(prefill.endpoint), Known)
             assert isinstance(channels.local_state, Away)
             with Listener("D1", port=port, compatibility_hash="g"):
                 await until(lambda: isinstance(channels.state(prefill.endpoint), Incompatible))
@@ -340,18 +333,6 @@ def test_an_endpoint_that_leads_back_to_the_local_engine_is_found_out() -> None:
             assert state.reason == "same_engine"
 
     with Listener("D") as local:
-        run(main())
-
-
-def test_sizes_that_do_not_fit_are_refused_when_the_first_handoff_names_them() -> None:
-    async def main() -> None:
-        async with watching(prefill.endpoint, local=local.endpoint, local_ranks=Ranks(1, 2)) as channels:
-            await until(lambda: isinstance(channels.local_state, Known))
-            refusal = await channels.relay_address(prefill.endpoint, engine_id="P", tp_size=3)
-            assert isinstance(refusal, Incompatible)
-            assert refusal.reason == "tp_size"
-
-    with Listener("D", ranks=2) as local, Listener("P", ranks=3) as prefill:
         run(main())
 
 
@@ -382,7 +363,6 @@ def test_a_local_engine_that_is_split_otherwise_is_not_taken_for_one_that_is_not
             assert isinstance(await channels.relay_address(prefill.endpoint, engine_id="P"), Address), there
             state = channels.state(prefill.endpoint)
             assert isinstance(state, Known)
-            assert state.checked
 
     with Listener("D", ranks=2, **options) as local, Listener("P") as prefill:
         run(main())
@@ -455,14 +435,15 @@ def test_endpoints_are_bounded_and_removal_is_complete(monkeypatch: pytest.Monke
         run(main())
 
 
-def test_remembered_bytes_are_bounded_and_the_relay_works_without() -> None:
+def test_remembered_bytes_are_bounded_and_the_relay_works_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prober, "REMEMBERED_BYTES_MAX", 150_000)
+
     async def main() -> None:
         async with watching() as channels:
-            channels.prober._remembered_bytes_max = 150_000
-            channels.add(one.endpoint, Ranks(1, 2))
-            channels.add(two.endpoint, Ranks(1, 2))
-            await channels.settled(one.endpoint, 1)
-            await channels.settled(two.endpoint, 1)
+            channels.add(one.endpoint)
+            channels.add(two.endpoint)
+            await channels.fetched(one.endpoint, "P1", 2)
+            await channels.fetched(two.endpoint, "P2", 2)
             assert 100_000 < channels.prober.remembered_bytes <= 150_000
             for listener, engine_id in ((one, "P1"), (two, "P2")):
                 where = await channels.relay_address(listener.endpoint, engine_id=engine_id, tp_size=2)

@@ -22,8 +22,8 @@ from transport.side_channels import Address as RelayAddress
 USUAL = 5600
 DEAD = Away("refused", "it refuses connections", "check the port")
 OTHER = Incompatible("hash", "it runs another version of vLLM", "use the same version")  # type: ignore[arg-type]
-GEOMETRY = Geometry(2000, 8, 2, (1,), (1,), 1, "LBHNC", "FLASH", (0, 0), 1, 1, None)
-ALIVE = Known(ENGINE_ID, None, Description("hash", ENGINE_ID, GEOMETRY, "14"), checked=True)
+GEOMETRY = Geometry(2000, 8, 2, (1,), (1,), 1, "LBHNC", "FLASH", (0, 0), 1, 1)
+ALIVE = Known(Description("hash", ENGINE_ID, GEOMETRY, "14"))
 
 
 class Channels:
@@ -75,7 +75,7 @@ class Channels:
 
     async def alive(self, side: SideChannel, engine_id: str, _timeout_s: float) -> bool:
         state = self.state(side)
-        return isinstance(state, Known) and state.engine_id == engine_id
+        return isinstance(state, Known) and state.description.engine_id == engine_id
 
 
 class World:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.compatibility import Facts, check, check_engine_id
-from transport.handshake import FIRST, Description, Geometry, Rank, Ranks
+from transport.compatibility import check, check_engine_id
+from transport.handshake import Description, Geometry
 
 GEOMETRY = Geometry(
     num_blocks=100,
@@ -22,22 +22,17 @@ GEOMETRY = Geometry(
     ssm_sizes=(0, 0),
     dcp_size=1,
     pcp_size=1,
-    region_names=("a", "b"),
 )
 HERE = Description("h", "decode", GEOMETRY, "14")
 THERE = replace(HERE, engine_id="prefill")
-ONE = Ranks(1, 1)
 
 
-def facts(description: Description = THERE, ranks: Ranks | None = ONE, **geometry: Any) -> Facts:
-    return Facts({FIRST: replace(description, geometry=replace(GEOMETRY, **geometry))}, ranks)
+def shaped(description: Description = THERE, **geometry: Any) -> Description:
+    return replace(description, geometry=replace(GEOMETRY, **geometry))
 
 
-LOCAL = facts(HERE)
-
-
-def reason(remote: Facts, local: Facts | None = LOCAL, **options: Any) -> str | None:
-    found = check(local, remote, **options)
+def reason(*remote: Description, local: Description | None = HERE) -> str | None:
+    found = check(local, remote)
     if found is None:
         return None
     assert found.cause
@@ -46,16 +41,14 @@ def reason(remote: Facts, local: Facts | None = LOCAL, **options: Any) -> str | 
 
 
 def test_equal_engines_fit() -> None:
-    assert reason(facts()) is None
-    assert reason(facts(ranks=None)) is None
-    assert reason(facts(), local=None) is None
+    assert reason(THERE) is None
+    assert reason(THERE, local=None) is None
 
 
-def test_the_hash_decides_unless_the_engine_does_not_enforce_it() -> None:
+def test_the_hash_decides() -> None:
     other = replace(THERE, compatibility_hash="g")
-    assert reason(facts(other)) == "hash"
-    assert reason(facts(other), enforce_hash=False) is None
-    assert reason(facts(other), local=None) is None
+    assert reason(other) == "hash"
+    assert reason(other, local=None) is None
 
 
 @pytest.mark.parametrize(
@@ -68,29 +61,29 @@ def test_the_hash_decides_unless_the_engine_does_not_enforce_it() -> None:
     ],
 )
 def test_the_likely_cause_of_a_hash_mismatch_is_named(geometry: dict[str, Any], said: str) -> None:
-    found = check(LOCAL, facts(replace(THERE, compatibility_hash="g"), **geometry))
+    found = check(HERE, [shaped(replace(THERE, compatibility_hash="g"), **geometry)])
     assert found is not None
     assert said in found.cause + found.change
 
 
 def test_other_fields_with_another_hash_mean_another_version() -> None:
     older = Description("g", "prefill", None, "unknown", missing_fields=("dcp_size",))
-    found = check(LOCAL, Facts({FIRST: older}))
+    found = check(HERE, [older])
     assert found is not None
     assert found.reason == "hash"
     assert "two vLLM versions" in found.cause
-    newer = replace(THERE, compatibility_hash="g", schema="unknown", unknown_fields=("tomorrow",))
-    found = check(LOCAL, Facts({FIRST: newer}))
+    newer = replace(THERE, compatibility_hash="g", schema="unknown")
+    found = check(HERE, [newer])
     assert found is not None
     assert "two vLLM versions" in found.cause
 
 
 def test_metadata_that_cannot_be_read_is_not_held_against_an_engine_of_the_same_hash() -> None:
-    assert reason(Facts({FIRST: Description("h", "prefill", None, "unknown")}, ONE)) is None
+    assert reason(Description("h", "prefill", None, "unknown")) is None
 
 
 def test_the_local_engine_itself_is_found_out() -> None:
-    found = check(LOCAL, facts(HERE))
+    found = check(HERE, [HERE])
     assert found is not None
     assert found.reason == "same_engine"
     assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in found.change
@@ -102,9 +95,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("block_size", {"block_size": 16}, {"block_size": 24}),
     ("block_size", {"block_size": 8, "block_lens": (2048, 2048)}, {}),
     ("layout", {"layout": "LBNHC"}, {}),
-    ("regions", {"regions": 1, "block_lens": (4096,), "block_strides": (4096,)}, {}),
-    ("regions", {"region_names": ("a", "c")}, {}),
-    ("block_len", {"block_lens": (2048, 2048)}, {}),
     ("metadata", {"block_strides": (2048, 4096)}, {}),
     ("metadata", {"block_strides": (4096,)}, {}),
     ("metadata", {"regions": 3}, {}),
@@ -119,7 +109,8 @@ ALLOWED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"layout": "BLHNC", "attention_backend": "FLASHMLA"}, {"attention_backend": "FLASHMLA"}),
     ({"block_strides": (8192, 4096)}, {}),
     ({"num_blocks": 7}, {}),
-    ({"region_names": None}, {}),
+    ({"block_lens": (2048, 2048)}, {}),
+    ({"regions": 1, "block_lens": (4096,), "block_strides": (4096,)}, {}),
     ({"dcp_size": 4}, {"dcp_size": 2}),
     ({"pcp_size": 2, "dcp_size": 2}, {}),
     ({"dcp_size": 2}, {}),
@@ -133,38 +124,19 @@ ALLOWED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_what_the_engine_is_certain_to_refuse_is_refused(
     expected: str, there: dict[str, Any], here: dict[str, Any]
 ) -> None:
-    assert reason(facts(**there), facts(HERE, **here)) == expected
+    assert reason(shaped(**there), local=shaped(HERE, **here)) == expected
 
 
 @pytest.mark.parametrize(("there", "here"), ALLOWED)
 def test_what_the_engine_may_accept_is_left_to_it(there: dict[str, Any], here: dict[str, Any]) -> None:
-    assert reason(facts(**there), facts(HERE, **here)) is None
-
-
-def test_tensor_parallel_sizes_must_divide_one_another() -> None:
-    assert reason(facts(ranks=Ranks(1, 4)), facts(HERE, Ranks(1, 6))) == "tp_size"
-    assert reason(facts(ranks=Ranks(1, 4)), facts(HERE, Ranks(1, 2))) is None
-    assert reason(facts(ranks=Ranks(1, 2)), facts(HERE, Ranks(1, 4))) is None
-    assert reason(facts(ranks=None), facts(HERE, Ranks(1, 6))) is None
-
-
-def test_block_lengths_are_compared_only_where_the_layout_is_certain() -> None:
-    half = {"block_lens": (2048, 2048), "ranks": Ranks(1, 2)}
-    assert reason(facts(**half)) is None
-    assert reason(facts(**half), facts(HERE, Ranks(1, 2))) == "block_len"
-    stage = {"regions": 1, "block_lens": (4096,), "block_strides": (4096,), "ranks": Ranks(2, 1)}
-    assert reason(facts(**stage)) is None
+    assert reason(shaped(**there), local=shaped(HERE, **here)) is None
 
 
 def test_ranks_of_one_engine_belong_together() -> None:
-    def two(other: Description, local: Ranks) -> str | None:
-        return reason(Facts({FIRST: THERE, Rank(0, 1): other}, Ranks(1, 2)), facts(HERE, local))
-
-    fewer = replace(THERE, geometry=replace(GEOMETRY, num_blocks=99))
-    assert two(THERE, Ranks(1, 2)) is None
-    assert two(replace(THERE, engine_id="another"), Ranks(1, 2)) == "ranks_differ"
-    assert two(fewer, Ranks(1, 1)) == "ranks_differ"
-    assert two(fewer, Ranks(1, 2)) is None  # each local rank reads from one remote rank only
+    assert reason(THERE, THERE) is None
+    assert reason(THERE, replace(THERE, engine_id="another")) == "ranks_differ"
+    assert reason(THERE, shaped(num_blocks=99)) is None  # whether a local rank reads from both is not told
+    assert reason(THERE, shaped(regions=3)) == "metadata"
 
 
 def test_the_engine_that_a_handoff_names() -> None:
@@ -187,7 +159,6 @@ geometries = st.builds(
         regions=len(lens),
         layout=layout,
         ssm_sizes=ssm,
-        region_names=None,
     ),
     sizes,
     sizes,
@@ -198,13 +169,10 @@ geometries = st.builds(
 )
 
 
-@given(geometries, geometries, st.builds(Ranks, sizes, sizes), st.builds(Ranks, sizes, sizes))
-def test_no_pair_of_engines_confuses_the_gate(
-    here: Geometry, there: Geometry, here_ranks: Ranks, there_ranks: Ranks
-) -> None:
-    local = Facts({FIRST: replace(HERE, geometry=here)}, here_ranks)
-    remote = Facts({FIRST: replace(THERE, geometry=there)}, there_ranks)
-    reason(remote, local)
+@given(geometries, geometries)
+def test_no_pair_of_engines_confuses_the_gate(here: Geometry, there: Geometry) -> None:
+    local = replace(HERE, geometry=here)
+    reason(replace(THERE, geometry=there), local=local)
     # An engine fits its own twin, whatever it is, save where vLLM refuses the combination as such.
-    twin = reason(Facts({FIRST: replace(THERE, geometry=here)}, here_ranks), local)
+    twin = reason(replace(THERE, geometry=here), local=local)
     assert twin in (None, "context_parallel")
