@@ -213,7 +213,7 @@ class Fleet:
             if budgeted:
                 pod.budget.give_back(asked.tokens)
             if not ahead and pod.rules.costs is not None:
-                pod.rules.costs.computed_here(asked.tokens - asked.cached, asked.cached, first - asked.at)
+                pod.rules.costs.computed_here(asked.tokens - asked.cached, asked.cached, first - asked.at, self.now)
             self._streams(pod, asked)
 
         self._at(first, begun)
@@ -223,12 +223,12 @@ class Fleet:
         pod.endpoints.brought_kv(endpoint)
         costs = pod.rules.costs
         if costs is not None and not ahead:
-            costs.computed_there(asked.tokens, self.now - asked.at)
+            costs.computed_there(asked.tokens, self.now - asked.at, self.now)
         seconds = self._speeds.pulled(asked.tokens - asked.cached) + pod.engine.step
 
         def begun() -> None:
             if costs is not None:
-                costs.pulled(asked.tokens - asked.cached, seconds)
+                costs.pulled(asked.tokens - asked.cached, seconds, self.now)
             self._streams(pod, asked)
 
         self._at(self.now + seconds, begun)

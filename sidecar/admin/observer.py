@@ -106,7 +106,9 @@ class Observer:
             "kv_events", "The decode engine's KV events by type, and what went wrong with their stream", ("type",)
         )
         self.static_decisions: Counter[tuple[str]] = Counter(
-            "static_decisions", "Decisions without the cost rule, by cause: off, stale, unfitted", ("cause",)
+            "static_decisions",
+            "Decisions without the cost rule, by cause: off, stale, unfitted, unseen",
+            ("cause",),
         )
         self.prediction: Histogram[tuple[str]] = Histogram(
             "prediction_ratio",

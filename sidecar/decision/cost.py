@@ -19,16 +19,25 @@ import msgspec
 
 FORGET = 0.98
 """Weight of a sample after each later one: the last fifty count."""
+HALF_LIFE_S = 20.0
+"""And half as much after so long, as far as no less than `SAMPLES_TO_KNOW` of them is left: where few prompts come,
+fifty are minutes, and what an engine takes has changed since."""
 SAMPLES_TO_KNOW = 8
 PRIOR_S2 = 1e-6
 """A coefficient twice as large as the prior's, or 0, weighs as much as an error of 1 ms in one sample."""
 SOLVED_EVERY = 4
-"""Samples, once it is known."""
+"""Samples, once it is known, or `SOLVED_AFTER_S`."""
+SOLVED_AFTER_S = 1.0
 REACH = 4.0
 """A fit is trusted for prompts up to so many times the longest that it has seen."""
 FIRST_REACH_TOKENS = 1024
 TRIED_BESIDE_STREAMS_TOKENS = 256
 """What is computed here to learn what it costs while streams run is no longer than this."""
+TRIED_EVERY, TRIED_EVERY_MAX = 32, 256
+"""Prompts in a row that are computed here because remote is dearer, until one is sent there all the same; doubled
+each time that it still is. Nothing else would tell that it no longer is."""
+DOUBTED = 0.02
+"""Of a sample, what all those before count for when the next one is such a prompt's."""
 OUTLIER = 4.0
 """A sample counts for at most so many times the usual error: one stalled step must not bend the fit."""
 HYSTERESIS = 0.1
@@ -51,27 +60,45 @@ class Fit:
         self._products = [[0.0 for _ in size] for _ in size]
         self._sums = [0.0 for _ in size]
         self._usual_error = 0.0
+        self._weight = 0.0
+        """What all samples together count for; the newest counts for 1."""
+        self._at = 0.0
         self.samples = 0
         self.longest_tokens = 0
 
-    def add(self, features: Sequence[float], seconds: float, tokens: int) -> None:
-        """One measurement; `tokens` is how long the prompt was."""
+    def add(self, features: Sequence[float], seconds: float, tokens: int, at: float) -> None:
+        """One measurement; `tokens` is how long the prompt was, `at` when that was, seconds of a steady clock."""
         expected = self.at(features)
         error = seconds - expected
         if self.samples >= SAMPLES_TO_KNOW:
             bound = OUTLIER * self._usual_error
-            error = min(max(error, -bound), bound)
+            # In doubt whether it is still so slow, a quick one tells. (So many count for a bit less, as they fade.)
+            is_doubted = self._weight < SAMPLES_TO_KNOW - 1
+            error = min(error if is_doubted else max(error, -bound), bound)
         self._usual_error += (abs(error) - self._usual_error) / min(self.samples + 1, 20)
+        age_s = max(at - self._at, 0.0)
+        self._at = max(at, self._at)
+        kept = FORGET
+        if self._weight > SAMPLES_TO_KNOW:
+            kept *= max(0.5 ** (age_s / HALF_LIFE_S), SAMPLES_TO_KNOW / self._weight)
+        self._weight = kept * self._weight + 1
         shares = [a * b for a, b in zip(self._prior, features, strict=True)]
         for row, share in enumerate(shares):
             products = self._products[row]
             for column, other in enumerate(shares):
-                products[column] = FORGET * products[column] + share * other
-            self._sums[row] = FORGET * self._sums[row] + share * (expected + error)
+                products[column] = kept * products[column] + share * other
+            self._sums[row] = kept * self._sums[row] + share * (expected + error)
         self.samples += 1
         self.longest_tokens = max(self.longest_tokens, tokens)
-        if self.samples <= SAMPLES_TO_KNOW or not self.samples % SOLVED_EVERY:
+        if self._weight < SAMPLES_TO_KNOW or age_s >= SOLVED_AFTER_S or not self.samples % SOLVED_EVERY:
             self._solve()
+
+    def doubt(self) -> None:
+        """What it says may have changed since: the next sample counts for more than all before it."""
+        kept = min(DOUBTED / self._weight, 1.0) if self._weight else 1.0
+        self._weight *= kept
+        self._products = [[kept * product for product in row] for row in self._products]
+        self._sums = [kept * total for total in self._sums]
 
     def _solve(self) -> None:
         """Anew from all that is remembered, so that no error of arithmetic lives on."""
@@ -145,8 +172,8 @@ class Verdict(msgspec.Struct, frozen=True):
     stall_seconds: float = 0.0
     """What the running streams lose together if the prompt is computed here, before it is weighted."""
     static: str = ""
-    """Why the static rule decided: `off`, `stale` (the engine does not tell its load) or `unfitted` (samples are
-    wanting); "" if the costs did."""
+    """Why the static rule decided: `off`, `stale` (the engine does not tell its load), `unfitted` (samples are
+    wanting) or `unseen` (remote is thought dear, and was not measured for long); "" if the costs did."""
 
 
 def _prefill(new: int, cached: int = 0) -> tuple[float, float, float]:
@@ -171,6 +198,11 @@ class Costs:
     """How much a second that running streams lose counts against one that the new request waits."""
     was_remote: bool = True
     tries: int = 0
+    declined: int = 0
+    """Prompts in a row that were not sent remote because that is thought dearer."""
+    declined_tokens: int = 0
+    """Of all these."""
+    patience: int = TRIED_EVERY
 
     @classmethod
     def make(cls, weight: float) -> "Costs":
@@ -179,17 +211,17 @@ class Costs:
 
     # -- what was measured --
 
-    def computed_here(self, new: int, cached: int, seconds: float) -> None:
+    def computed_here(self, new: int, cached: int, seconds: float, at: float = 0.0) -> None:
         """First token of a prompt that the decode engine computed with no other of ours before it."""
-        self.local.add(_prefill(new, cached), seconds, new)
+        self.local.add(_prefill(new, cached), seconds, new, at)
 
-    def computed_there(self, new: int, seconds: float) -> None:
+    def computed_there(self, new: int, seconds: float, at: float = 0.0) -> None:
         """Whole prefill leg of a prompt of which the prefill engine computed `new` tokens, with none before it."""
-        self.prefill.add(_prefill(new), seconds, new)
+        self.prefill.add(_prefill(new), seconds, new, at)
 
-    def pulled(self, tokens: int, seconds: float) -> None:
+    def pulled(self, tokens: int, seconds: float, at: float = 0.0) -> None:
         """First token of a prompt whose KV the decode engine pulled."""
-        self.pull.add((1.0, tokens / 1000), seconds, tokens)
+        self.pull.add((1.0, tokens / 1000), seconds, tokens, at)
 
     # -- what follows --
 
@@ -221,7 +253,26 @@ class Costs:
         else:
             reason = "prefill_busy" if all_local_s > beyond_s * bias else "cost"
         self.was_remote = is_remote
+        if is_remote:
+            self.declined = self.declined_tokens = 0
+            if reason == "cost":  # quicker, and not only better for the streams
+                self.patience = TRIED_EVERY
+        elif reason != "prefill_busy" and self._tries_again(tokens):
+            return Verdict(True, "long", local_s, remote_s, stall_s, static="unseen")
         return Verdict(is_remote, reason, local_s, remote_s, stall_s)
+
+    def _tries_again(self, tokens: int) -> bool:
+        """Whether a prompt goes remote though that is thought dearer: seldom, ever more so, and none that is longer
+        than they are on average, so that it costs little however dear that is."""
+        self.declined += 1
+        self.declined_tokens += tokens
+        if self.declined < self.patience or tokens * self.declined > self.declined_tokens:
+            return False
+        self.declined = self.declined_tokens = 0
+        self.patience = min(2 * self.patience, TRIED_EVERY_MAX)
+        self.prefill.doubt()
+        self.pull.doubt()
+        return True
 
     def _unfitted(self, new: int, *, may_try: bool, is_idle: bool) -> Verdict:
         """The static rule; where it costs nobody much, every other prompt is computed here, so that both ways get

@@ -19,16 +19,17 @@ def learn(rules: Rules, api: Api, exchange: Exchange, times: Times, status: int,
     if costs is None or status != 200:
         return
     if tokens and not exchange.prefill_ahead and not exchange.faults:
-        costs.computed_there(tokens - exchange.prefill_cached_tokens, times.prefill_done - times.prefill_sent)
+        seconds = times.prefill_done - times.prefill_sent
+        costs.computed_there(tokens - exchange.prefill_cached_tokens, seconds, times.prefill_done)
     # A whole answer's first byte is its last: it tells nothing of the prompt.
     if not (exchange.is_event_stream and api.streams_from_first_token and times.first_byte):
         return
     cached = decision.inputs.cached if decision.inputs is not None else 0
     seconds = times.first_byte - times.decode_sent
     if exchange.what is Kind.REMOTE:
-        costs.pulled(tokens - cached, seconds)
+        costs.pulled(tokens - cached, seconds, times.first_byte)
     elif decision.estimated_tokens and not ahead:
-        costs.computed_here(decision.estimated_tokens - cached, cached, seconds)
+        costs.computed_here(decision.estimated_tokens - cached, cached, seconds, times.first_byte)
 
 
 def end_turn(service: Service, turn: Turn, tail: bytes, status: int, *, is_stream: bool) -> None:

@@ -1,12 +1,13 @@
 """The cost rule: what it learns, what it then predicts, and which way it decides."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.decision.cost import REACH, SAMPLES_TO_KNOW, Costs, Fit, Inputs, Verdict
+from sidecar.decision.cost import REACH, SAMPLES_TO_KNOW, TRIED_EVERY, TRIED_EVERY_MAX, Costs, Fit, Inputs, Verdict
 
 
 def here(new: int, cached: int = 0) -> float:
@@ -215,6 +216,102 @@ def test_reach_of_a_fit() -> None:
     fit = Fit(0.0, 0.0)
     for _ in range(SAMPLES_TO_KNOW):
         assert not fit.knows(100)
-        fit.add((1.0, 2.0), 1.0, 2000)
+        fit.add((1.0, 2.0), 1.0, 2000, 0.0)
     assert fit.knows(8000)
     assert not fit.knows(8001)
+
+
+# -- after a slow spell ----------------------------------------------------------------------------------------
+
+
+def spell(
+    per_second: float, *, until_s: float, slow_s: tuple[float, float] = (100.0, 160.0)
+) -> list[tuple[float, Verdict]]:
+    """Prompts of one length, one after the other, at a decode engine that is idle: what was decided when. The
+    prefill engine is four times as quick, and 40 times slower than that from `slow_s[0]` to `slow_s[1]`."""
+    costs, draw = fitted(noise=0.2, there=0.25, pull=0.02), random.Random(1)
+    found = []
+    for n in range(int(until_s * per_second)):
+        at = n / per_second
+        verdict = costs.weigh(Inputs(3000))
+        found.append((at, verdict))
+        noise = draw.uniform(0.8, 1.2)
+        if verdict.remote:
+            slower = 40 if slow_s[0] <= at < slow_s[1] else 1
+            costs.computed_there(3000, 0.25 * here(3000) * slower * noise, at)
+            costs.pulled(3000, 0.08 * noise, at)
+        else:
+            costs.computed_here(3000, 0, here(3000) * noise, at)
+    return found
+
+
+@pytest.mark.parametrize("per_second", [1, 10, 50])
+def test_a_slow_spell_is_forgotten_within_about_as_long_as_it_took(per_second: float) -> None:
+    """Nothing goes remote, so nothing is learnt of it: but for a prompt now and then."""
+    found = spell(per_second, until_s=400)
+    slow = [verdict.remote for at, verdict in found if 100 <= at < 160]
+    assert sum(slow) < len(slow) / 2
+    assert all(verdict.remote for at, verdict in found if at > 160 + 75)
+
+
+def test_a_way_that_stays_dear_is_tried_ever_more_seldom() -> None:
+    found = spell(10, until_s=1000, slow_s=(0.0, 1000.0))
+    tried = [n for n, (_, verdict) in enumerate(found) if verdict.static == "unseen"]
+    assert [after - before for before, after in pairwise(tried)][:3] == [64, 128, 256]
+    late = [verdict.remote for at, verdict in found if at > 100]
+    assert 0 < sum(late) <= len(late) / TRIED_EVERY_MAX + 1
+    assert {way(verdict) for _, verdict in found if verdict.static == "unseen"} == {("remote", "long")}
+
+
+def test_a_dear_way_is_not_tried_with_the_dearest_prompt() -> None:
+    costs = fitted(there=40)
+    lengths = [300, 300, 300, 12_000] * 400
+    tried = [tokens for tokens in lengths if costs.weigh(Inputs(tokens)).remote]
+    assert tried
+    assert set(tried) == {300}
+
+
+def test_a_stalled_try_does_not_make_a_way_dear_for_good() -> None:
+    """What is measured of it counts for much, but not upwards."""
+    costs = fitted(noise=0.2)
+    while not (verdict := costs.weigh(Inputs(2000))).remote:
+        pass
+    assert verdict.static == "unseen"
+    costs.computed_there(2000, 60.0)
+    costs.pulled(2000, 60.0)
+    assert costs.weigh(Inputs(2000)).remote_seconds < 3 * verdict.remote_seconds
+
+
+def test_a_queue_that_is_counted_needs_no_trying() -> None:
+    costs = fitted(there=0.5, pull=0.05)
+    for _ in range(1000):
+        assert way(costs.weigh(Inputs(2000, streams=1, prefill_ahead=20_000))) == ("local", "prefill_busy")
+
+
+def test_a_way_that_is_taken_for_the_sake_of_streams_needs_no_trying() -> None:
+    costs = fitted(there=3)
+    for _ in range(100):
+        assert not any(costs.weigh(Inputs(2000)).remote for _ in range(TRIED_EVERY - 1))
+        assert way(costs.weigh(Inputs(2000, streams=40))) == ("remote", "decode_busy")
+
+
+def test_samples_fade_with_time_too() -> None:
+    """Few prompts: fifty would be three minutes."""
+    costs = fitted(there=1.0)
+    for n in range(40):
+        costs.computed_there(2000, 5 * here(2000), float(n))
+    assert costs.prefill.at(prefill(2000)) > 3 * here(2000)
+    for n in range(20):
+        costs.computed_there(2000, here(2000), 40.0 + 3 * n)
+    assert costs.prefill.at(prefill(2000)) < 1.5 * here(2000)
+
+
+@pytest.mark.parametrize("every_s", [20.0, 1000.0])
+def test_seldom_samples_are_remembered_all_the_same(every_s: float) -> None:
+    """Eight of them, whatever their age: one noisy one must not be all that is known."""
+    costs, draw = Costs.make(1.0), random.Random(3)
+    for n in range(400):
+        tokens = draw.choice((500, 1000, 4000))
+        costs.computed_there(tokens, here(tokens) * draw.uniform(0.8, 1.2), n * every_s)
+        if n > 20:
+            assert costs.prefill.at(prefill(2000)) == pytest.approx(here(2000), rel=0.25)
