@@ -16,9 +16,6 @@ def _m(description: str, **bounds: Any) -> Meta:
 
 ROLE_SELECTOR = "llm-d.ai/role in (prefill,prefill-decode)"
 
-Port = Annotated[int, Meta(ge=1, le=65535)]
-Seconds = Annotated[float, Meta(gt=0, le=86400)]
-
 
 class Settings(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
     """What `serve` is told. Times are seconds, sizes bytes."""

@@ -119,13 +119,12 @@ class Follow:
 class PrefixIndex:
     """One engine's (one data-parallel rank's) cache. Costs about 60 bytes a block."""
 
-    def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
-        self.blocks_max = blocks_max
+    def __init__(self) -> None:
         self.block_size = 0
         """Tokens in a block, 0 until the first event. Blocks of other sizes (partial ones) are not indexed."""
         self.counts: Counter[str] = Counter()
         """`stored`, `removed`: blocks. `orphaned`: stored under a parent that is not known. `foreign`: other media,
-        groups or sizes. `dropped`: beyond `blocks_max`. `cleared`: how often all was forgotten."""
+        groups or sizes. `dropped`: beyond `BLOCKS_MAX`. `cleared`: how often all was forgotten."""
         self._own_of = U64Map()
         """Engine hash -> own chain value."""
         self._held = U64Set()
@@ -271,7 +270,7 @@ class PrefixIndex:
         for block, block_hash in enumerate(event.block_hashes):
             extra = extras[block] if block < len(extras) else b""
             own = _link(own, tokens[block * width : (block + 1) * width], extra)
-            if len(self._held) >= self.blocks_max and own not in self._held:
+            if len(self._held) >= BLOCKS_MAX and own not in self._held:
                 self.counts["dropped"] += count - block
                 self.counts["stored"] += block
                 return

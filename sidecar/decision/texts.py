@@ -113,8 +113,7 @@ class Standing(msgspec.Struct, gc=False):
 class Texts:
     """A bounded memory of prompts, the ones that were of no use for longest forgotten first."""
 
-    def __init__(self, prompts_max: int = PROMPTS_MAX) -> None:
-        self._prompts_max = prompts_max
+    def __init__(self) -> None:
         self._of_beginning: OrderedDict[int, list[Text]] = OrderedDict()
         """By what conversations have in common from their first turn on; in a list the longest use is behind."""
         self._standings: OrderedDict[int, Standing] = OrderedDict()
@@ -189,7 +188,7 @@ class Texts:
         del known[:-PROMPTS_OF_A_BEGINNING_MAX]
         self._count += len(known) - before
         self._of_beginning.move_to_end(key.where.beginning)
-        while self._count > self._prompts_max:
+        while self._count > PROMPTS_MAX:
             _, gone = self._of_beginning.popitem(last=False)
             self._count -= len(gone)
         return text

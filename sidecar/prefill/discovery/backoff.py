@@ -9,8 +9,7 @@ LONGEST_S = 10.0
 class Backoff:
     """Doubles from `FIRST_S` to `LONGEST_S`; between half of that and all of it is waited."""
 
-    def __init__(self, random_: random.Random | None = None) -> None:
-        self._random = random_ or random.Random()  # noqa: S311
+    def __init__(self) -> None:
         self._next_s = FIRST_S
 
     def reset(self) -> None:
@@ -18,6 +17,6 @@ class Backoff:
 
     def wait_s(self) -> float:
         """Seconds to wait now."""
-        wait_s = self._next_s * (0.5 + 0.5 * self._random.random())
+        wait_s = self._next_s * random.uniform(0.5, 1.0)  # noqa: S311
         self._next_s = min(self._next_s * 2, LONGEST_S)
         return wait_s

@@ -180,8 +180,9 @@ def test_what_a_frame_has_shown() -> None:
     assert memory.standing(other.frame) is not again
 
 
-def test_the_memory_is_bounded_and_keeps_what_is_of_use() -> None:
-    memory = Texts(10)
+def test_the_memory_is_bounded_and_keeps_what_is_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "PROMPTS_MAX", 10)
+    memory = Texts()
     first = [user("first" * 20)]
     remember(memory, said(first))
     for number in range(30):

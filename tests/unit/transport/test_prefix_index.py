@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transport import prefix_index
 from transport.prefix_index import AllBlocksCleared, BlockRemoved, BlockStored, Follow, PrefixIndex
 
 BLOCK = 4
@@ -212,8 +213,9 @@ def test_all_is_forgotten_when_all_is_cleared() -> None:
     assert index.counts["cleared"] == 1
 
 
-def test_the_index_is_bounded_and_says_what_it_dropped() -> None:
-    index = PrefixIndex(blocks_max=10)
+def test_the_index_is_bounded_and_says_what_it_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "BLOCKS_MAX", 10)
+    index = PrefixIndex()
     source = random.Random(3)
     for n in range(20):
         index.apply(stored([source.randrange(1000) for _ in range(8)], [2 * n + 1, 2 * n + 2]))
