@@ -538,7 +538,11 @@ class Runner:
         """Its next request begins in this call."""
         client, self.client = self.client, None
         if client is not None:
-            client.answered(self.request)
+            try:
+                client.answered(self.request)
+            except Exception:
+                client.abort()  # nobody would answer what it asks next
+                raise
 
     # -- legs ----------------------------------------------------------------------------------------------
 

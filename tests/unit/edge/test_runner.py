@@ -33,7 +33,8 @@ class Bench:
             tracer=SimpleNamespace(begin=lambda _request: SimpleNamespace(trace_id=""), finished=step("tracer")),
             rules=SimpleNamespace(ended_here=step("ended_here"), models=None),
         )
-        client: Any = SimpleNamespace(answered=step("client"))
+        self.aborted = 0
+        client: Any = SimpleNamespace(answered=step("client"), abort=self._abort)
         headers = [(b"host", b"a"), (b"x-request-id", b"r-1")]
         request = Request(b"POST", b"/v1/chat/completions", headers, http_1_0=False, started_at=0.0)
         request.take_request_id()
@@ -49,6 +50,9 @@ class Bench:
         runner._unwatch = step("watch")
         runner._computing_here = 40
         monkeypatch.setattr(Exchange, "take_release", step("release"))
+
+    def _abort(self) -> None:
+        self.aborted += 1
 
     def _step(self, name: str) -> None:
         self.done.append(name)
@@ -70,6 +74,7 @@ def test_an_error_while_a_request_ends_costs_what_it_is_about_and_no_more(
     assert sorted(bench.done) == ALL, "each once"
     bench.world.assert_nothing_held()
     assert bench.runner._leg is None
+    assert bench.aborted == (broken == "client"), "its next request may be lost: it must not wait for it"
     if broken:
         (record,) = caplog.records
         assert "r-1" in record.getMessage()
