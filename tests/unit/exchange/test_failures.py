@@ -159,7 +159,7 @@ def _refusal(*headers: tuple[bytes, bytes]) -> Row:
 
 def _undecodable(body: bytes, encoding: bytes) -> Row:
     with pytest.raises(Undecodable) as caught:
-        without_encoding(body, encoding, 1024)
+        list(without_encoding(body, encoding, 1024))
     return caught.value.row
 
 
