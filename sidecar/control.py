@@ -128,6 +128,7 @@ class Control(ABC):
             self._warm_up = self._make_warm_up(self._gate)
             self._background.keep("warm-up", partial(self._warm_up.run, self._endpoints, wanted))
         self._background.keep("tidying memory", process.Tidying(self._observer.pauses.observe).run)
+        self._background.keep("watch over descriptors", process.watch_descriptors)
         if self._tls.reads_files:
             self._background.keep("watch over certificates and keys", self._tls.watch)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transport import descriptors
+
 Paused = Callable[[tuple[str], float], None]
 """Hears for how many seconds the loop stood still for `generation_0`, `generation_1` or `generation_2` of the
 collector of cycles, or for `trim`, the giving back of free pages."""
@@ -22,6 +24,8 @@ YOUNG = 10_000
 """Objects of which the youngest generation is collected: 1.3 ms if all of them live on."""
 YOUNG_TO_MIDDLE = 25
 NEVER = 1 << 30
+LOOK_AT_DESCRIPTORS_EVERY_S = 1.0
+"""3 µs for a look."""
 
 
 def raise_descriptor_limit() -> None:
@@ -95,6 +99,13 @@ class Tidying:
         else:
             self._cycles += info["collected"]
             self._paused((f"generation_{info['generation']}",), now - self._began)
+
+
+async def watch_descriptors() -> None:
+    """Where none is left, nobody but this says so of clients that are turned away."""
+    while True:
+        descriptors.look()
+        await asyncio.sleep(LOOK_AT_DESCRIPTORS_EVERY_S)
 
 
 def settle() -> None:

@@ -31,6 +31,7 @@ from sidecar.prefill.watch import Watch
 from sidecar.settings import Settings
 from sidecar.tls import Tls
 from sidecar.tracing.tracer import Tracer
+from transport.descriptors import OutOfDescriptors
 
 _log = logging.getLogger("sidecar")
 
@@ -195,7 +196,10 @@ class Serving:
                     del self._prefill_pools[address]
 
     async def _prefill_alive(self, endpoint: Endpoint, handoff: Handoff | None, timeout_s: float) -> str:
-        problem = await self._calls.prefill_probe(endpoint).healthy(timeout_s)
+        try:
+            problem = await self._calls.prefill_probe(endpoint).healthy(timeout_s)
+        except OutOfDescriptors:  # that we cannot ask says nothing against it
+            return ""
         if problem or handoff is None:
             return problem
         if CONNECTORS[self._settings.kv_connector].channel is Channel.P2P:

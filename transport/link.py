@@ -9,13 +9,15 @@ import socket
 from typing import Final, Literal, TypeVar, cast
 
 from transport import zmtp
+from transport.descriptors import shortage
 
-Kind = Literal["name", "refused", "unreachable", "closed", "silent", "garbage"]
+Kind = Literal["name", "refused", "unreachable", "closed", "silent", "garbage", "unasked"]
 """How a question went unanswered.
 
 `refused` and `closed` are answers of the other machine's kernel: nothing listens there (any more). `silent` is no
 answer within the time: frozen, black-holed or hopelessly busy. `name`: the host has no address. `garbage`:
-something else than the protocol came back.
+something else than the protocol came back. `unasked`: this process may open no connection, which says nothing about
+the other side.
 """
 
 
@@ -125,9 +127,11 @@ async def dial(link: L, host: str, port: int, timeout_seconds: float) -> L:
         raise Unanswered("silent", "no TCP connection within the time") from None
     except ConnectionRefusedError:
         raise Unanswered("refused", "connection refused") from None
-    except socket.gaierror as error:
-        raise Unanswered("name", error.strerror or "the name does not resolve") from None
     except OSError as error:
+        if problem := shortage(error):
+            raise Unanswered("unasked", problem) from None
+        if isinstance(error, socket.gaierror):
+            raise Unanswered("name", error.strerror or "the name does not resolve") from None
         raise Unanswered("unreachable", error.strerror or type(error).__name__) from None
     except (UnicodeError, ValueError, OverflowError, TypeError):  # what no resolver would take
         raise Unanswered("name", "not a host and port") from None

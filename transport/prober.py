@@ -146,11 +146,14 @@ class Channel:
         self.task: asyncio.Task[None] | None = None
         self.wake = asyncio.Event()
         self.probe: asyncio.Task[Fetched | None] | None = None
+        self.unasked = ""
+        """Why this process could not ask it the last time; "" if it could, whatever came of it."""
         self._silent_until = 0.0
 
     def heard(self) -> None:
         """It answers."""
         self._silent_until = 0.0
+        self.unasked = ""
 
     def covers(self, rank: Rank) -> bool:
         """Whether this rank may be asked for: (0, 0) always, others once the size is known."""
@@ -178,6 +181,8 @@ class Channel:
             if error.kind == "silent":
                 self._silent_until = time.monotonic() + SILENCE_SECONDS
             self.wake.set()
+            if error.kind == "unasked" and not isinstance(self.state, Known):  # nothing vouches for it
+                raise Unanswered("silent", str(error)) from None
             raise
 
     async def _live(self, rank: Rank, timeout_seconds: float) -> tuple[bytes, bytes]:
@@ -291,7 +296,7 @@ class Prober:
             except (Unanswered, HandshakeError) as error:
                 if isinstance(channel.state, Known | Incompatible):
                     backoff_seconds = BACKOFF_FIRST_SECONDS
-                self._set(channel, away(error))
+                self._failed(channel, error)
             except Exception:  # whatever it was, this endpoint alone is out of use and is tried again
                 logger.exception("side channel %s: unexpected error", channel.endpoint)
                 self._set(channel, Away("error", "an unexpected error, see the log", "report it"))
@@ -350,7 +355,9 @@ class Prober:
         except (Unanswered, HandshakeError) as error:
             channel.wake.set()
             if error.kind != "silent":  # one slow answer is the watching task's to judge, which has more patience
-                self._set(channel, away(error))
+                self._failed(channel, error)
+            else:
+                channel.unasked = ""
             return None
         changed = channel.engine is None or channel.engine.digest != first.digest
         self._seen(channel, first)
@@ -358,6 +365,11 @@ class Prober:
             channel.wake.set()  # the held connection is another engine's, or there is none
         self._judge(channel)
         return first
+
+    def _failed(self, channel: Channel, error: Unanswered | HandshakeError) -> None:
+        channel.unasked = str(error) if error.kind == "unasked" else ""
+        # Of one that could not be asked what was known holds.
+        self._set(channel, channel.state if channel.unasked else away(error))
 
     # What is known
 

@@ -122,11 +122,11 @@ class Relay:
         except Unanswered as error:
             if error.kind == "garbage":
                 return handshake.UNDECODABLE, "malformed"
-            if error.kind not in ("refused", "closed"):
+            if error.kind not in ("refused", "closed", "unasked"):
                 # A peer that does not react at all would hang the engine in its transfer, which has no time limit.
                 return handshake.UNDECODABLE, "silent"
             # The machine is there and says that nothing listens. If only the listener has died, the pull works; if
-            # the whole engine has, the pull fails at once by itself.
+            # the whole engine has, the pull fails at once by itself. Whom we could not ask has a connection to us.
             earlier = self.source.remembered(rank, time.perf_counter())
             return (earlier, "remembered") if earlier is not None else (handshake.UNDECODABLE, "refused")
 

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from transport import relay
 from transport.compatibility import Incompatible, check_engine_id
+from transport.descriptors import shortage
 from transport.handshake import RANKS_MAX, Ranks
 from transport.prober import (
     ENDPOINTS_MAX,
@@ -27,6 +28,8 @@ from transport.prober import (
 logger = logging.getLogger(__name__)
 
 ALIVE_TIMEOUT_SECONDS: Final = LIVE_TIMEOUT_SECONDS
+UNASKED: Final = "unasked"
+"""Kind of an `Away` that is this process's doing, and says nothing about the engine."""
 
 _NOT_WATCHED: Final = Away(
     "unknown",
@@ -79,7 +82,8 @@ class SideChannels:
         try:
             self._front(channel)
         except OSError as error:  # the next handoff may have more luck
-            logger.error("side channel %s: no relay address: %s", endpoint, error)
+            if not shortage(error):
+                logger.error("side channel %s: no relay address: %s", endpoint, error)
         return True
 
     def remove(self, endpoint: Endpoint) -> None:
@@ -99,13 +103,16 @@ class SideChannels:
     async def alive(
         self, endpoint: Endpoint, engine_id: str | None = None, timeout_seconds: float = ALIVE_TIMEOUT_SECONDS
     ) -> bool:
-        """Whether its listener answers now, over a fresh connection, and for the engine named, if one is.
+        """Whether its listener answers now, over a fresh connection, and for the engine named, if one is. True
+        where it could not be asked: nothing is held against it.
 
         About 1 ms when it is healthy or refuses, `timeout_seconds` when it is frozen. Probes of one endpoint at the
         same time are one.
         """
         channel = self.prober.channels.get(endpoint)
-        return channel is not None and await self.prober.alive(channel, timeout_seconds, engine_id)
+        if channel is None:
+            return False
+        return await self.prober.alive(channel, timeout_seconds, engine_id) or bool(channel.unasked)
 
     def known_address(
         self, endpoint: Endpoint, *, engine_id: str, tp_size: int = 1, pp_size: int = 1
@@ -134,6 +141,8 @@ class SideChannels:
             return known
         channel = self.prober.channels[endpoint]
         await self.prober.refresh(channel, LIVE_TIMEOUT_SECONDS)
+        if channel.unasked:
+            return Away(UNASKED, channel.unasked, "")
         return self._address(channel, engine_id, Ranks(pp_size, tp_size))
 
     def _address(self, channel: Channel, engine_id: str, named: Ranks) -> Address | Away | Incompatible:
@@ -161,8 +170,9 @@ class SideChannels:
             return _NOT_WATCHED
         try:
             return Address(*self._front(channel).address)
-        except OSError:
-            return _NO_RELAY
+        except OSError as error:
+            problem = shortage(error)
+            return Away(UNASKED, problem, "") if problem else _NO_RELAY
 
     def _front(self, channel: Channel) -> relay.Relay:
         """Its relay. Raises OSError if there is none yet and none can be had."""

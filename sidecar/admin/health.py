@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from sidecar.edge.service import Live
 from sidecar.prefill.probe import EngineProbe
+from transport.descriptors import OutOfDescriptors
 
 _log = logging.getLogger("sidecar")
 
@@ -52,7 +53,10 @@ class Health:
 
     async def _look(self) -> None:
         was_up = self.engine_is_up
-        problems = await asyncio.gather(*[probe.healthy(PROBE_TIMEOUT_S) for probe in self._probes])
+        try:
+            problems = await asyncio.gather(*[probe.healthy(PROBE_TIMEOUT_S) for probe in self._probes])
+        except OutOfDescriptors:  # what was known of the engine holds
+            return
         problem = next((f"decode engine: {problem}" for problem in problems if problem), "")
         if problem:
             self._failures += 1

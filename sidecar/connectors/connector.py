@@ -101,6 +101,9 @@ class Rejection(msgspec.Struct, frozen=True):
     detail: str
 
 
+NO_BLOCK_SIZE = Rejection("unverifiable", "the block size is unknown: neither engine's /metrics tells it")
+
+
 class PrefillUsage(msgspec.Struct, frozen=True):
     """Token counts of a prefill answer, over all APIs."""
 

@@ -13,7 +13,16 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta
 
-from sidecar.connectors.connector import Channel, Connector, EngineFacts, Handoff, PrefillAnswer, Rejection, Source
+from sidecar.connectors.connector import (
+    NO_BLOCK_SIZE,
+    Channel,
+    Connector,
+    EngineFacts,
+    Handoff,
+    PrefillAnswer,
+    Rejection,
+    Source,
+)
 from sidecar.prefill.address import BadAddress, canonical_host
 
 _Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[^,\s\x00-\x1f]+\Z")]
@@ -126,7 +135,7 @@ def _fits(handoff: Handoff, facts: EngineFacts, fallback_block_size: int) -> Rej
     """Too few blocks kill the engine (base_worker.py), too many make it read the wrong ones."""
     block_size = facts.block_size or fallback_block_size
     if not block_size:
-        return Rejection("unverifiable", "block size unknown")
+        return NO_BLOCK_SIZE
     prompt_tokens, blocks = handoff.prompt_tokens, handoff.blocks
     if handoff.empty and prompt_tokens < block_size:
         return None  # nothing to pull for a prompt that fills no block

@@ -9,7 +9,15 @@ and a value that is no object ends the engine. The prefill answer says nothing.
 
 import msgspec
 
-from sidecar.connectors.connector import Channel, Connector, Handoff, PrefillAnswer, Rejection, Source
+from sidecar.connectors.connector import (
+    NO_BLOCK_SIZE,
+    Channel,
+    Connector,
+    Handoff,
+    PrefillAnswer,
+    Rejection,
+    Source,
+)
 from sidecar.exchange.splice import replaced
 
 
@@ -28,7 +36,7 @@ def _read(answer: PrefillAnswer, source: Source) -> Handoff | Rejection:
         return Rejection("missing", "the prefill answer does not say how many prompt tokens it had")
     block_size = source.facts.block_size or source.fallback_block_size
     if not block_size:
-        return Rejection("unverifiable", "block size unknown")
+        return NO_BLOCK_SIZE
     return Handoff(
         params=b'{"remote_prefiller":%b}' % _address(source.transfer_id, source.channel_host, source.channel_port),
         prompt_tokens=usage.total,

@@ -6,7 +6,6 @@ knows neither clients nor the failure table beyond the names of the faults that 
 """
 
 import asyncio
-import errno
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typing import Protocol, cast
 import httptools
 
 from sidecar.edge.head import Head, Headers
-from sidecar.tls import describe
+from sidecar.edge.unreached import connect_fault
 
 Buffer = bytes | bytearray | memoryview
 
@@ -47,8 +46,8 @@ class Leg(Protocol):
         """101: from here on the connection is the leg's (`connection.transport`)."""
 
     def failed(self, fault: str, detail: str, untouched: bool) -> None:
-        """refused, unreachable, reset or garbage. `untouched`: a reused connection closed before any byte of an
-        answer, so the request may never have been read."""
+        """refused, unreachable, reset, garbage, or `OWN_SHORTAGE`. `untouched`: a reused connection closed before
+        any byte of an answer, so the request may never have been read."""
 
     def pause(self) -> None:
         """The engine takes no more of the request for now."""
@@ -411,7 +410,7 @@ class EnginePool:
             leg.failed("unreachable", f"{self.label}: no connection within {self._connect_timeout_s:g} s", False)
             return
         except OSError as error:
-            leg.failed(*_connect_fault(error, self.label), False)
+            leg.failed(*connect_fault(error, self.label), False)
             return
         if connection.transport is None:  # accepted and reset in one breath
             leg.failed("reset", f"{self.label}: closed right after it was accepted", False)
@@ -455,14 +454,3 @@ class EnginePool:
 
 def _nothing_to_call_off() -> None:
     """The connection was there already."""
-
-
-_UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EHOSTDOWN}
-
-
-def _connect_fault(error: OSError, label: str) -> tuple[str, str]:
-    if isinstance(error, ssl.SSLError):
-        return "refused", f"{label}: TLS: {describe(error)}"
-    if error.errno in _UNREACHABLE:
-        return "unreachable", f"{label}: {error.strerror}"
-    return "refused", f"{label}: {error.strerror or type(error).__name__}"

@@ -14,6 +14,7 @@ from sidecar.connectors.connector import Handoff
 from sidecar.edge import errors
 from sidecar.edge.engine import Buffer, EngineConnection, EnginePool
 from sidecar.edge.head import Head
+from sidecar.edge.unreached import OWN_SHORTAGE
 from sidecar.exchange.failures import Row
 from sidecar.exchange.peek import FirstEvents, Verdict
 from sidecar.exchange.usage import CachedTokens
@@ -27,6 +28,8 @@ class Leg:
     """What all legs share: getting a connection, a silent second try on a stale one, and being dropped."""
 
     name = ""
+    no_connection = "unreachable"
+    """The fault where this process may open no connection: one that is held against nobody."""
 
     def __init__(self, runner: "Runner", parts: Sequence[Buffer]) -> None:
         self._runner = runner
@@ -94,6 +97,8 @@ class Leg:
             assert self._pool is not None
             self._call_off = self._pool.acquire(self, fresh=True)
             return
+        if fault == OWN_SHORTAGE:
+            fault = self.no_connection
         label = self._pool.label if self._pool is not None else ""
         self._runner.fault(fault, detail if label in detail else f"{label}: {detail}")
 
@@ -114,6 +119,7 @@ class PrefillLeg(Leg):
     """Sends the prefill body and reads the answer as a whole."""
 
     name = "prefill"
+    no_connection = "none_usable"  # nor could the next one be reached
 
     def __init__(self, runner: "Runner", parts: Sequence[Buffer]) -> None:
         super().__init__(runner, parts)

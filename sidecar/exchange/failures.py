@@ -140,7 +140,7 @@ ROWS: tuple[Row, ...] = (
         "the handoff names another host: set VLLM_NIXL_SIDE_CHANNEL_HOST to the prefill pod's IP",
         blames=True,
     ),
-    Row(_H, "unverifiable", Then.POLICY, 502, "the block size is unknown: neither engine's /metrics tells it"),
+    Row(_H, "unverifiable", Then.POLICY, 502, "the handoff cannot be checked"),
     Row(_H, "expired", Then.NEXT, 504, "the handoff is as old as the lease of its blocks"),
     Row(_H, "side_channel_dead", Then.NEXT, 502, "the prefill engine's side channel is silent", blames=True),
     Row(
@@ -152,7 +152,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(_H, "incompatible", Then.NEXT, 502, "the two engines can never transfer KV", blames=True),
     Row(_H, "refused", Then.ANSWER, 503, "the decode engine is not there", retry_after_s=2),
-    Row(_H, "unreachable", Then.ANSWER, 503, "the decode engine accepts no connection", retry_after_s=2),
+    Row(_H, "unreachable", Then.ANSWER, 503, "there is no connection to the decode engine", retry_after_s=2),
     Row(_H, "client_left", Then.RELEASE, 0, "the client left before decode was asked"),
     # -- pull: decode was asked with a handoff, the client has nothing yet --
     Row(_U, "rejected", Then.RELAY, 0, "4xx: the client's own mistake; the handoff is given back"),
@@ -173,7 +173,7 @@ ROWS: tuple[Row, ...] = (
     Row(_D, "rejected", Then.RELAY, 0, "4xx"),
     Row(_D, "server_error", Then.RELAY, 0, "5xx"),
     Row(_D, "refused", Then.ANSWER, 503, "the decode engine is not there", retry_after_s=2),
-    Row(_D, "unreachable", Then.ANSWER, 503, "the decode engine accepts no connection", retry_after_s=2),
+    Row(_D, "unreachable", Then.ANSWER, 503, "there is no connection to the decode engine", retry_after_s=2),
     Row(_D, "reset", Then.ANSWER, 502, "the decode engine broke the connection off"),
     Row(_D, "garbage", Then.ANSWER, 502, "the decode engine's answer is not valid HTTP"),
     Row(

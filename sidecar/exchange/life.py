@@ -249,7 +249,8 @@ class Exchange:
         """The side channel's word on the handoff."""
         self._checked = True
         if isinstance(result, Rejection):
-            if not TABLE[Stage.HANDOFF, result.fault].blames:
+            # What could not be asked says nothing of whether KV comes.
+            if not TABLE[Stage.HANDOFF, result.fault].blames and result.fault != "unverifiable":
                 self._endpoints.brought_no_kv()
             self._strand()
             return CLOSE if self._client_left else self.fault(result.fault, result.detail)

@@ -20,6 +20,7 @@ from sidecar.connectors.mooncake import from_engine
 from sidecar.prefill.address import Address
 from sidecar.prefill.endpoints import MAX_DISCOVERED, MAX_ENDPOINTS, Endpoint
 from sidecar.prefill.probe import body_of
+from transport.descriptors import shortage
 
 _log = logging.getLogger("sidecar")
 
@@ -54,7 +55,7 @@ class BootstrapGate:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._now = now
         self._known: dict[Address, _Known] = {}
-        self._asking: dict[Address, asyncio.Task[_Known | str]] = {}
+        self._asking: dict[Address, asyncio.Task[_Known | Rejection | str]] = {}
 
     def admit(self, endpoint: Endpoint, handoff: Handoff, admitted: Callable[[Handoff | Rejection], None]) -> None:
         """Calls `admitted` with the handoff and its engine, or with why there is none."""
@@ -77,7 +78,7 @@ class BootstrapGate:
     def _is_fresh(self, known: _Known, endpoint: Endpoint) -> bool:
         return known.failures == endpoint.failures and self._now() - known.asked_at < FRESH_S
 
-    async def _ask(self, endpoint: Endpoint, address: Address) -> _Known | str:
+    async def _ask(self, endpoint: Endpoint, address: Address) -> _Known | Rejection | str:
         """What it says, or what is wrong; one question for all who wait for the same."""
         task = self._asking.get(address)
         if task is None:
@@ -86,7 +87,7 @@ class BootstrapGate:
             task.add_done_callback(lambda _done: self._asking.pop(address, None))
         return await asyncio.shield(task)
 
-    async def _query(self, endpoint: Endpoint, address: Address) -> _Known | str:
+    async def _query(self, endpoint: Endpoint, address: Address) -> _Known | Rejection | str:
         asked_at, failures = self._now(), endpoint.failures
         try:
             async with self._session.get(
@@ -101,6 +102,8 @@ class BootstrapGate:
         except TimeoutError:
             return f"/query does not answer within {self._timeout.total:g} s"
         except (aiohttp.ClientError, OSError) as error:
+            if own := shortage(error):
+                return Rejection("unverifiable", own)
             return f"/query: {type(error).__name__}"
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return "/query answers with something else"
@@ -114,7 +117,9 @@ class BootstrapGate:
         return known
 
 
-def _named(handoff: Handoff, answer: _Known | str, address: Address) -> Handoff | Rejection:
+def _named(handoff: Handoff, answer: _Known | Rejection | str, address: Address) -> Handoff | Rejection:
+    if isinstance(answer, Rejection):
+        return answer
     change = "set VLLM_MOONCAKE_BOOTSTRAP_PORT there, and --mooncake-bootstrap-port here"
     if isinstance(answer, str):
         return Rejection("side_channel_dead", f"bootstrap server {address}: {answer}; {change}")

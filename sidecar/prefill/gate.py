@@ -16,7 +16,7 @@ from sidecar.prefill.ranks import rank_of_engine
 from transport.compatibility import Incompatible
 from transport.prober import NOT_ASKED, Away, Known, State
 from transport.prober import Endpoint as SideChannel
-from transport.side_channels import Address, SideChannels
+from transport.side_channels import UNASKED, Address, SideChannels
 
 _log = logging.getLogger("sidecar")
 
@@ -114,7 +114,7 @@ class Gate:
         return channels is None or any(channels.state(side) is NOT_ASKED for side in endpoint.side_channels)
 
     async def alive(self, handoff: Holder, timeout_s: float) -> str:
-        """ "" if the side channel that the handoff names answers for its engine."""
+        """ "" if the side channel that the handoff names answers for its engine, or cannot be asked."""
         assert self._channels is not None
         side = SideChannel(handoff.host, handoff.port)
         ok = await self._channels.alive(side, handoff.engine_id, timeout_s)
@@ -214,4 +214,6 @@ def _result(where: Address | Away | Incompatible) -> Address | Rejection:
         return where
     if isinstance(where, Incompatible):
         return Rejection("incompatible", f"{where.cause}; {where.change}")
+    if where.kind == UNASKED:
+        return Rejection("unverifiable", where.detail)
     return Rejection("side_channel_dead", f"{where.detail}; {where.change}")

@@ -18,6 +18,7 @@ from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.log import Limited
 from sidecar.prefill.address import Address
 from sidecar.prefill.endpoints import Endpoint
+from transport.descriptors import OutOfDescriptors, shortage
 
 _log = logging.getLogger("sidecar")
 
@@ -26,7 +27,7 @@ _SIGNATURE = 0xFF
 
 
 async def greeting(address: Address, timeout_s: float) -> str:
-    """ "" if a ZMTP peer greets there in time, else what is wrong."""
+    """ "" if a ZMTP peer greets there in time, else what is wrong. Raises `OutOfDescriptors`."""
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(address.host, address.port)
@@ -39,6 +40,8 @@ async def greeting(address: Address, timeout_s: float) -> str:
     except TimeoutError:
         return f"no greeting within {timeout_s:g} s"
     except OSError as error:
+        if own := shortage(error):
+            raise OutOfDescriptors(own) from None
         if error.errno and error.errno > 0:
             return os.strerror(error.errno)
         return error.strerror or type(error).__name__  # a name that is not known, say
@@ -46,8 +49,11 @@ async def greeting(address: Address, timeout_s: float) -> str:
 
 
 async def alive(handoff: Handoff, timeout_s: float) -> str:
-    """ "" if the channel that the handoff names answers."""
-    problem = await greeting(Address(handoff.host, handoff.port), timeout_s)
+    """ "" if the channel that the handoff names answers, or cannot be asked."""
+    try:
+        problem = await greeting(Address(handoff.host, handoff.port), timeout_s)
+    except OutOfDescriptors:
+        return ""
     return f"P2P channel {handoff.host}:{handoff.port}: {problem}" if problem else ""
 
 
@@ -83,6 +89,8 @@ class P2PGate:
     async def _verdict(self, peer: Address) -> Rejection | None:
         try:
             own, theirs = await asyncio.gather(self._ask_own(), greeting(peer, self._timeout_s))
+        except OutOfDescriptors as error:
+            return Rejection("unverifiable", str(error))
         except Exception as error:  # whatever it was, a request waits for the answer
             _log.exception("asking P2P channel %s", peer)
             return Rejection("side_channel_dead", f"asking it failed: {type(error).__name__}")

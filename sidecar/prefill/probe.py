@@ -17,6 +17,7 @@ from sidecar.prefill.served import Served, parse_served
 from sidecar.prefill.slots import FAMILY, Slots, parse_slots
 from sidecar.prefill.stall import Fetching, parse_fetching
 from sidecar.tls import describe
+from transport.descriptors import OutOfDescriptors, shortage
 
 MAX_METRICS_BYTES = 8 << 20
 MAX_MODELS_BYTES = 4 << 20
@@ -88,7 +89,7 @@ class EngineProbe:
         self._access = access
 
     async def healthy(self, timeout_s: float) -> str:
-        """ "" if `/health` says 200 in time, else what is wrong."""
+        """ "" if `/health` says 200 in time, else what is wrong. Raises `OutOfDescriptors`: nothing is known."""
         try:
             async with self._session.get(
                 self._base_url + "/health",
@@ -100,6 +101,8 @@ class EngineProbe:
         except TimeoutError:
             return f"/health does not answer within {timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
+            if own := shortage(error):
+                raise OutOfDescriptors(own) from None
             return f"/health: {_problem(error)}"
 
     async def facts(self, timeout_s: float) -> EngineFacts:

@@ -132,6 +132,7 @@ class Worker:
             await self._serving.listen(rank)
             self._serving.rules[rank].models.doubted = partial(self._link.send, messages.Reloaded(rank))
         self._background.keep("tidying memory", process.Tidying(self._observer.pauses.observe).run)
+        self._background.keep("watch over descriptors", process.watch_descriptors)
         if self._tls.reads_files:
             self._background.keep("watch over certificates and keys", self._tls.watch)
         self._loop.add_signal_handler(signal.SIGTERM, self.drain)

@@ -16,6 +16,7 @@ import msgspec
 from sidecar.prefill.discovery.backoff import Backoff
 from sidecar.prefill.discovery.cluster import Cluster
 from sidecar.prefill.discovery.discovery import Report
+from transport.descriptors import shortage
 
 WATCH_S = (60, 120)
 """A watch ends by itself after a time between these, other for every sidecar."""
@@ -111,7 +112,7 @@ class Api:
         except aiohttp.ClientSSLError as error:
             raise ApiFailure("tls", f"{self.cluster.url}, with {self.cluster.ca}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
-            cause = getattr(error, "strerror", None) or type(error).__name__
+            cause = shortage(error) or getattr(error, "strerror", None) or type(error).__name__
             raise ApiFailure("unreachable", f"{self.cluster.url}: {cause}") from None
         if response.status != 200:
             status = response.status

@@ -23,11 +23,13 @@ from tests.integration.transport.peers import (
 )
 from tests.integration.transport.watched import Watched
 from tests.ports import HAS_IPV6, free_ports
+from tests.scarce import no_descriptors
 from transport import prober, zmtp
 from transport.compatibility import Incompatible
-from transport.handshake import Ranks
-from transport.prober import Away, Endpoint, Known, State
-from transport.side_channels import Address
+from transport.handshake import FIRST, Ranks
+from transport.link import Unanswered
+from transport.prober import NOT_ASKED, Away, Endpoint, Known, State
+from transport.side_channels import UNASKED, Address
 
 
 @asynccontextmanager
@@ -100,6 +102,49 @@ def test_the_local_engine_saying_the_same_again_judges_nobody(monkeypatch: pytes
                 assert checked, "another engine is another judgement"
 
     with Listener("P") as prefill, Listener("D") as decode:
+        run(main())
+
+
+def test_what_was_known_holds_while_we_may_open_nothing() -> None:
+    """No endpoint is taken for dead by it, and decode's handshakes go on with what is known."""
+
+    async def main() -> None:
+        async with watching(prefill.endpoint, refresh_seconds=10) as channels:
+            known = channels.state(prefill.endpoint)
+            assert isinstance(known, Known)
+            channel = channels.prober.channels[prefill.endpoint]
+            front = channels._front(channel)
+            with no_descriptors():
+                where = await channels.relay_address(prefill.endpoint, engine_id="another")
+                assert isinstance(where, Away)
+                assert where.kind == UNASKED
+                assert channels.state(prefill.endpoint) == known
+                assert await channels.alive(prefill.endpoint)
+                assert (await front.answer(FIRST))[1] == "remembered"
+            assert isinstance(await channels.relay_address(prefill.endpoint, engine_id="another"), Incompatible)
+            assert not await channels.alive(prefill.endpoint, "another")
+            assert (await front.answer(FIRST))[1] == "live"
+
+    with Listener("P") as prefill:
+        run(main())
+
+
+def test_one_that_could_never_be_asked_is_not_dead_either() -> None:
+    """Nor is it to blame for a relay without an address; for decode it is silent until we have been there."""
+
+    async def main() -> None:
+        async with watching() as channels:
+            with no_descriptors():
+                assert channels.add(prefill.endpoint)
+                channel = channels.prober.channels[prefill.endpoint]
+                await until(lambda: channel.unasked)
+                assert channels.state(prefill.endpoint) is NOT_ASKED
+                with pytest.raises(Unanswered) as caught:
+                    await channel.live(FIRST, 1)
+                assert caught.value.kind == "silent"
+                assert getattr(channels._where(channel), "kind", "") == UNASKED
+
+    with Listener("P") as prefill:
         run(main())
 
 

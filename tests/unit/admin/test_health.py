@@ -10,6 +10,7 @@ from sidecar.connectors.connector import EngineFacts
 from sidecar.decision.guards import Mode
 from sidecar.edge.service import Live
 from tests.unit import clock
+from transport.descriptors import OutOfDescriptors
 
 
 class Rank:
@@ -17,10 +18,13 @@ class Rank:
 
     def __init__(self) -> None:
         self.problem = ""
+        self.error: Exception | None = None
         self.told = EngineFacts(16, 1000)
         self.asked_for_facts = 0
 
     async def healthy(self, _timeout_s: float) -> str:
+        if self.error is not None:
+            raise self.error
         return self.problem
 
     async def facts(self, _timeout_s: float) -> EngineFacts:
@@ -52,6 +56,14 @@ def test_not_ready_before_the_engine_is() -> None:
     assert world.look() == "decode engine: Connection refused"
     world.ranks[0].problem = ""
     assert world.look() == ""
+    assert world.health.engine_is_up
+
+
+def test_an_engine_that_cannot_be_asked_is_what_it_was() -> None:
+    world = World()
+    world.look()
+    world.ranks[0].error = OutOfDescriptors("raise the limit")
+    assert world.look(FAILURES_TO_UNREADY + 1) == ""
     assert world.health.engine_is_up
 
 

@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from sidecar.connectors.connector import Rejection
 from sidecar.exchange.commands import CLOSE, PEEK, RELAY, Check, Decode, Prefill
 from sidecar.prefill.breaker import State
+from sidecar.prefill.endpoints import NO_KV_TO_BE_INEFFECTIVE
 from tests.unit.exchange.playbook import (
     LOCAL,
     Play,
@@ -168,3 +170,13 @@ def test_trial_that_is_over_does_not_end_the_next_one(world: World, verdict: str
     first.exchange.close()
     assert not world.a.breaker.admits(world.clock), "a third request is let in beside the trial"
     assert second >> left << CLOSE
+
+
+def test_handoffs_that_could_not_be_checked_tell_nothing(world: World) -> None:
+    """Out of descriptors, say: neither the endpoint nor the prefill engines' configuration is to blame."""
+    for _ in range(NO_KV_TO_BE_INEFFECTIVE + 1):
+        play = world.remote(world.a) >> start << Prefill(world.a) >> prefilled() << Check
+        play = play >> checked(Rejection("unverifiable", "raise the limit")) << LOCAL
+        play.open().exchange.close()
+    assert world.endpoints.effective
+    assert world.a.breaker.is_clean

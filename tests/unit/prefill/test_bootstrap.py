@@ -16,6 +16,7 @@ from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.prefill.address import Address, AllowList
 from sidecar.prefill.bootstrap import FRESH_S, BootstrapGate
 from sidecar.prefill.endpoints import Endpoint, Endpoints
+from tests.scarce import no_descriptors
 
 QUICK_S = 0.3
 
@@ -86,6 +87,17 @@ def engine_of(result: Handoff | Rejection) -> str:
     assert isinstance(result, Handoff), result
     assert json.loads(result.params)["remote_engine_id"] == result.engine_id
     return result.engine_id
+
+
+def test_nobody_is_to_blame_where_we_can_ask_nobody() -> None:
+    async def test(one: World) -> None:
+        with no_descriptors():
+            result = await one.admit()
+        assert isinstance(result, Rejection)
+        assert result.fault == "unverifiable"
+        assert engine_of(await one.admit()) == "one"
+
+    run(test)
 
 
 def test_the_engine_of_each_rank() -> None:

@@ -12,6 +12,7 @@ from sidecar.connectors.connector import Handoff, Rejection
 from sidecar.prefill.address import Address
 from sidecar.prefill.endpoints import Endpoint
 from sidecar.prefill.p2p import P2PGate, alive, greeting
+from tests.scarce import no_descriptors
 
 GREETS, SILENT, FOREIGN, HANGS_UP = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f", None, b"HTTP/1.1 400\r\n", b""
 QUICK_S = 0.2
@@ -132,6 +133,25 @@ def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(asyncio, "open_connection", unknown)
     assert asyncio.run(greeting(Address("nowhere", 1), QUICK_S)) == "Name or service not known"
+
+
+def test_nobody_is_to_blame_where_we_can_ask_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """Least of all the decode engine, which would be restarted for it."""
+
+    async def test() -> None:
+        async with channel(GREETS) as mine, channel(GREETS) as peer:
+            gate = P2PGate(Background(), mine, QUICK_S)
+            handoff = Handoff(b"{}", 40, host=peer.host, port=peer.port, blocks=2)
+            with no_descriptors():
+                result = await admitted(gate, handoff)
+                assert await alive(handoff, QUICK_S) == ""
+                assert not await reached(gate, peer)
+            assert isinstance(result, Rejection)
+            assert result.fault == "unverifiable"
+            assert await admitted(gate, handoff) is handoff
+        assert "restart the engine" not in caplog.text
+
+    run(test)
 
 
 async def reached(gate: P2PGate, source: Address) -> bool:
