@@ -13,12 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from aiohttp import web
-
 from sidecar import __version__, config, process, tls
 from sidecar.admin.app import Observed, Readiness, application
 from sidecar.admin.health import Health
 from sidecar.admin.observer import Observer
+from sidecar.admin.server import AdminServer
 from sidecar.admin.switch import File, Switch
 from sidecar.background import Background
 from sidecar.calls import Calls
@@ -79,7 +78,7 @@ class Control(ABC):
         """What each rank of the decode engine serves."""
         self._adapters: AdapterKeeper | None = None
         self._switch = Switch(self._live)
-        self._admin: web.AppRunner | None = None
+        self._admin: AdminServer | None = None
         self._stop: asyncio.Future[int] = self._loop.create_future()
         self._stopping = False
 
@@ -98,8 +97,7 @@ class Control(ABC):
             self._adapters = self._make_adapter_keeper(probes)
         observed, readiness, ask_others = self._shown(health)
         app = application(settings, observed, self._switch, readiness, lambda: self._tls.admin_key.key, ask_others)
-        self._admin = web.AppRunner(app, access_log=None)
-        await self._admin.setup()
+        self._admin = AdminServer(app)
         await self._open(probes, health)
         self._say_start()
         process.settle()
@@ -166,7 +164,7 @@ class Control(ABC):
         settings = self.settings
         assert self._admin is not None
         try:
-            await web.TCPSite(self._admin, settings.metrics_host or None, settings.metrics_port).start()
+            await self._admin.listen(settings.metrics_host, settings.metrics_port)
         except OSError as error:
             raise OSError(
                 error.errno, f"--metrics-port {settings.metrics_port}: {error.strerror or error}"
@@ -276,7 +274,7 @@ class Control(ABC):
         if self._channels is not None:
             await self._channels.close()
         if self._admin is not None:
-            await self._admin.cleanup()
+            await self._admin.close()
         await self._calls.close()
 
     # -- what differs with who serves --------------------------------------------------------------------------
