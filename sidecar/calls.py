@@ -9,6 +9,9 @@ from sidecar.prefill.probe import Access, Answer, EngineProbe
 from sidecar.settings import Settings
 from sidecar.tls import Tls
 
+CONNECTIONS = 0
+"""No limit, in place of aiohttp's 100: who waits for the connections of silent ones would be taken for silent."""
+
 
 class Calls:
     """How this process calls engines beside the requests: health, metrics, warm-up."""
@@ -22,13 +25,9 @@ class Calls:
 
     def open(self) -> None:
         """On the running loop, before anything else is asked of it."""
-        # Without aiohttp's limit of 100: who waits for the connections of silent ones would be taken for silent.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), response_class=Answer
-        )
+        self._session = _session(aiohttp.TCPConnector(limit=CONNECTIONS))
         if self._settings.model_server_uds:
-            connector = aiohttp.UnixConnector(self._settings.model_server_uds)
-            self._uds_session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+            self._uds_session = _session(aiohttp.UnixConnector(self._settings.model_server_uds, limit=CONNECTIONS))
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -58,3 +57,7 @@ class Calls:
             if session is not None:
                 with contextlib.suppress(Exception):
                     await session.close()
+
+
+def _session(connector: aiohttp.BaseConnector) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), response_class=Answer)
