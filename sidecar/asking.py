@@ -2,13 +2,28 @@
 
 import http
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http.client import HTTPException, InvalidURL
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 from urllib.error import HTTPError, URLError
-from urllib.request import Request
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 _MEDIA_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+", re.ASCII)
+
+
+class _Stays(HTTPRedirectHandler):
+    """An admin port sends nobody elsewhere, and its key is for nobody else."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+_open = build_opener(ProxyHandler({}), _Stays).open  # nor is it behind a proxy
+
+
+class NoKey(Exception):
+    """What was found in place of a key, and what is wanted. It holds nothing of the file's content."""
 
 
 class NoAnswer(Exception):
@@ -28,18 +43,33 @@ class Page(NamedTuple):
     body: bytes
 
 
+def shown(token_file: str) -> dict[str, str]:
+    """The headers that show the key in this file, none for "". Raises `NoKey`."""
+    if not token_file:
+        return {}
+    try:
+        words = Path(token_file).read_text(encoding="ascii").split()
+        found = "" if len(words) == 1 else f"it holds {'more than a' if words else 'no'} key"
+    except OSError as error:
+        found = error.strerror or type(error).__name__
+    except UnicodeDecodeError:
+        found = "no ASCII"
+    if found:
+        raise NoKey(f"--token-file {token_file}: {found}; the sidecar's --admin-token-file is wanted")
+    return {"authorization": f"Bearer {words[0]}"}
+
+
 def get(
     url: str,
     *,
     timeout_s: float,
-    opener: Callable[..., Any],
     headers: Mapping[str, str] | None = None,
     statuses: frozenset[int] = frozenset({200}),
 ) -> Page:
-    """`opener` is that of urllib, `statuses` those that count as answers. Raises `NoAnswer`."""
+    """`statuses`: those that count as answers. Raises `NoAnswer`."""
     try:
         try:
-            response = opener(Request(url, headers=dict(headers or {})), timeout=timeout_s)  # noqa: S310 http(s) only
+            response = _open(Request(url, headers=dict(headers or {})), timeout=timeout_s)  # noqa: S310 http(s) only
         except HTTPError as error:
             response = error
         with response:

@@ -2,20 +2,19 @@
 
 import argparse
 import sys
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sidecar.asking import NoAnswer, get
+from sidecar.asking import NoAnswer, NoKey, get, shown
 from sidecar.decision.replay import RULES, BadRule, judge, priced, table
 
 TIMEOUT_S = 10.0
 WANTED = "what /decisions gave is wanted: a JSON array of records, or one a line"
 WANTED_URL = "/decisions of the admin port (--metrics-port) is wanted"
-WANTED_KEY = "from outside the pod its key is wanted: save /decisions with curl, and replay the file"
+WANTED_KEY = "its key is wanted (--token-file)"
 USUAL = ("recorded", "local", "remote", *RULES)
 
 
@@ -28,9 +27,12 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("log", help="what /decisions gave: a file (an array or record a line), its URL, or -")
     parser.add_argument("--rule", action="append", help=f"a rule to compare (default: {' '.join(USUAL)})")
+    parser.add_argument(
+        "--token-file", default="", help="file with the key (--admin-token-file) of another pod's admin port"
+    )
     options = parser.parse_args(list(argv))
     try:
-        records = _records(_text(options.log))
+        records = _records(_text(options.log, options.token_file))
         judged = _judged(records)
         outcomes = [judge(name, judged) for name in options.rule or USUAL]
     except (BadLog, BadRule) as error:
@@ -71,13 +73,15 @@ class _Record(msgspec.Struct):
     predicted: dict[str, Any] = {}
 
 
-def _text(where: str) -> bytes:
+def _text(where: str, token_file: str) -> bytes:
     """Raises `BadLog`."""
     if where == "-":
         return sys.stdin.buffer.read()
     if where.startswith(("http://", "https://")):
         try:
-            return get(where, timeout_s=TIMEOUT_S, opener=urllib.request.urlopen).body
+            return get(where, timeout_s=TIMEOUT_S, headers=shown(token_file)).body
+        except NoKey as error:
+            raise BadLog(str(error)) from None
         except NoAnswer as error:
             raise BadLog(f"{error}; {WANTED_KEY if error.status == 403 else WANTED_URL}") from None
     try:

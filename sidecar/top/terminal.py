@@ -10,10 +10,8 @@ import time
 import tty
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from urllib.request import ProxyHandler, build_opener
 
-from sidecar.asking import NoAnswer, Page, get
+from sidecar.asking import NoAnswer, NoKey, Page, get, shown
 from sidecar.top.frame import frame
 from sidecar.top.sample import PREFIX, Change, Sample
 
@@ -27,8 +25,6 @@ _HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
 
 _WANTED = "the admin port of a sidecar is wanted (--metrics-port, 9090 as a rule; no path)"
 _ANSWERS = frozenset({200, 503})  # 503: not ready, and why
-
-_open = build_opener(ProxyHandler({})).open  # an admin port is not behind a proxy
 
 
 class Unreachable(Exception):
@@ -58,14 +54,10 @@ def main(url: str, *, once: bool, token_file: str = "") -> int:
 
 def look(url: str, token_file: str) -> Sample:
     """One reading. Raises `Unreachable`."""
-    headers = {}
-    if token_file:
-        try:
-            headers["authorization"] = f"Bearer {Path(token_file).read_text(encoding='ascii').strip()}"
-        except (OSError, UnicodeDecodeError) as error:
-            found = getattr(error, "strerror", None) or "no ASCII"
-            wanted = "the sidecar's --admin-token-file is wanted"
-            raise Unreachable(f"--token-file {token_file}: {found}; {wanted}") from None
+    try:
+        headers = shown(token_file)
+    except NoKey as error:
+        raise Unreachable(str(error)) from None
     metrics = _get(f"{url}/metrics", headers)
     if PREFIX.encode() not in metrics.body:
         raise Unreachable(f"{url}/metrics: found {metrics.media_type} without {PREFIX}; {_WANTED}")
@@ -86,7 +78,7 @@ def _text(page: Page) -> str:
 
 def _get(url: str, headers: dict[str, str]) -> Page:
     try:
-        return get(url, headers=headers, timeout_s=TIMEOUT_S, opener=_open, statuses=_ANSWERS)
+        return get(url, headers=headers, timeout_s=TIMEOUT_S, statuses=_ANSWERS)
     except NoAnswer as error:
         wanted = "its key is wanted (--token-file)" if error.status == 403 else _WANTED
         raise Unreachable(f"{url}: {error}; {wanted}") from None

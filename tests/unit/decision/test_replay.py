@@ -8,6 +8,7 @@ import pytest
 
 from sidecar.cli import main
 from sidecar.decision.replay import RULES, BadRule, judge, make_rule, priced
+from tests.ports import free_ports
 from tests.saying import saying
 
 
@@ -127,7 +128,7 @@ def test_mistakes(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str])
     ("answer", "said"),
     [
         (b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", "404 Not Found; /decisions of the admin port"),
-        (b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n", "403 Forbidden; from outside the pod its key is"),
+        (b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n", "403 Forbidden; its key is wanted (--token-file)"),
         (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f", "no HTTP; /decisions of the admin port (--metrics-port) is"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello", "line 1 is no JSON ("),
         (None, "Connection refused; /decisions of the admin port"),
@@ -153,3 +154,62 @@ def test_nothing_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     log.write_text("[]")
     assert main(["replay", str(log)]) == 0
     assert capsys.readouterr().out.startswith("0 decisions")
+
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]"
+
+
+def test_an_admin_port_is_not_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_ports()}")
+    with saying(ANSWER) as url:
+        assert main(["replay", f"{url}/decisions"]) == 0
+
+
+def test_the_key_is_shown_where_it_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    heard: list[bytes] = []
+    with saying(ANSWER, heard) as url:
+        assert main(["replay", "--token-file", str(key), f"{url}/decisions"]) == 0
+        assert main(["replay", f"{url}/decisions"]) == 0
+    assert [b"Authorization: Bearer secret\r\n" in one for one in heard] == [True, False]
+    assert capsys.readouterr().out.startswith("0 decisions")
+
+
+def test_the_key_goes_nowhere_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An admin port sends nobody elsewhere: whoever does is something else."""
+    key = tmp_path / "key"
+    key.write_text("secret")
+    heard: list[bytes] = []
+    with saying(ANSWER, heard) as other:
+        elsewhere = f"HTTP/1.1 302 Found\r\nlocation: {other}/decisions\r\ncontent-length: 0\r\n\r\n".encode()
+        with saying(elsewhere) as url:
+            assert main(["replay", "--token-file", str(key), f"{url}/decisions"]) == 2
+    assert not heard
+    assert "302 Found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (None, "No such file or directory"),
+        (b"\xff", "no ASCII"),
+        (b"\n", "it holds no key"),
+        (b"sec\r\nret", "it holds more than a key"),
+    ],
+)
+@pytest.mark.parametrize("command", [["replay"], ["top", "--once", "--url"]])
+def test_no_key(
+    command: list[str], content: bytes | None, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+    with saying(ANSWER) as url:
+        assert main([*command, f"{url}/decisions", "--token-file", str(path)]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--token-file {path}: {found}; the sidecar's --admin-token-file is wanted" in line
+    assert "sec" not in line.replace(str(path), "")
