@@ -4,6 +4,7 @@ in a loop, and what was known stays."""
 import asyncio
 import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -393,9 +394,48 @@ def test_pools_that_the_server_does_not_know() -> None:
             server.forbidden = set()
             server.apply("inferencepools", pool("pool", {}, 8000))
             await world.until_failing("bad_answer")
-            assert "selector has no labels" in world.discovery.problem
+            assert "inferencepools pool: spec.selector.matchLabels is {}" in world.discovery.problem
             server.apply("inferencepools", pool("pool", ROLE, 8000))
             await world.until([A, B])
             await world.until_well()
 
     play(script, without_pools=True)
+
+
+@pytest.mark.parametrize("ports", [8000, [8001], {"number": 8001}])
+def test_a_pool_that_becomes_foreign(ports: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """One line, and what it picked before is followed on."""
+
+    async def script(server: FakeApi, backend: Backend) -> None:
+        server.apply("inferencepools", pool("pool", ROLE, 8000))
+        async with backend.world(**pool_options()) as world:
+            await world.until([A, B])
+            caplog.clear()
+            foreign = pool("pool", ROLE)
+            foreign["spec"]["targetPorts"] = ports
+            server.apply("inferencepools", foreign)
+            await world.until_failing("bad_answer")
+            await asyncio.sleep(0.5)
+            assert "inferencepools pool: spec.targetPorts" in world.discovery.problem
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
+            server.delete("pods", "b")
+            await world.until([A])
+            server.apply("inferencepools", pool("pool", ROLE, 8001))
+            await world.until(["10.0.0.1:8001"])
+            await world.until_well()
+
+    play(script)
+
+
+def test_a_pod_that_is_foreign_is_named() -> None:
+    async def script(server: FakeApi, backend: Backend) -> None:
+        async with backend.world() as world:
+            await world.until([A, B])
+            foreign = pod("c", "10.0.0.3")
+            foreign["status"]["podIP"] = 5
+            server.apply("pods", foreign)
+            await world.until_failing("bad_answer")
+            assert "pods c: Expected `str`, got `int` - at `$.status.podIP`" in world.discovery.problem
+            await world.until([A, B])
+
+    play(script)

@@ -31,6 +31,8 @@ PAGE = 250
 MAX_PAGE_BYTES = 64 << 20
 MAX_EVENT_BYTES = 4 << 20
 """An object is no larger than 1.5 MiB (etcd)."""
+NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for an answer of a foreign shape."""
 
 T = TypeVar("T")
 
@@ -41,6 +43,10 @@ class ApiFailure(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def _bad(what: str, error: Exception) -> ApiFailure:
+    return ApiFailure("bad_answer", f"{what}: {str(error).splitlines()[0][:200]}")
 
 
 class Expired(Exception):
@@ -200,9 +206,8 @@ class Collection(Generic[T]):
                 self._version = ""
             except ApiFailure as error:
                 self._failed(error)
-            except msgspec.MsgspecError as error:
-                self._version = ""
-                self._failed(ApiFailure("bad_answer", f"{self._path}: {str(error).splitlines()[0][:200]}"))
+            except NO_JSON as error:
+                self._failed(_bad(self._path, error))
             if loop.time() - began >= SHORT_S:
                 backoff.reset()
             await asyncio.sleep(backoff.wait_s())
@@ -218,7 +223,8 @@ class Collection(Generic[T]):
         while True:
             page = _list(await self._page(params))
             for raw in page.items or ():
-                objects[_object(raw).metadata.name] = self._convert(raw)
+                name = _object(raw).metadata.name
+                objects[name] = self._kept(name, raw)
             if not page.metadata.go_on:
                 break
             params["continue"] = page.metadata.go_on
@@ -227,6 +233,12 @@ class Collection(Generic[T]):
         self._version = page.metadata.resource_version
         self._changed()
         self._report.heard(self._part)
+
+    def _kept(self, name: str, raw: msgspec.Raw) -> T:
+        try:
+            return self._convert(raw)
+        except NO_JSON as error:
+            raise _bad(f"{self._resource} {name}", error) from None
 
     async def _page(self, params: Mapping[str, str]) -> bytes:
         response = await self._get("list", params)
@@ -289,7 +301,7 @@ class Collection(Generic[T]):
         if event.type == "DELETED":
             self.objects.pop(about.metadata.name, None)
         elif event.type in ("ADDED", "MODIFIED"):
-            self.objects[about.metadata.name] = self._convert(event.object)
+            self.objects[about.metadata.name] = self._kept(about.metadata.name, event.object)
         self._version = about.metadata.resource_version
 
     async def _get(self, verb: str, params: Mapping[str, str]) -> aiohttp.ClientResponse:

@@ -14,6 +14,9 @@ from sidecar.prefill.discovery.discovery import Member, Report, Standing
 MODEL_LABEL = "llm-d.ai/model"
 POOL_VERSIONS = {"inference.networking.k8s.io": "v1", "inference.networking.x-k8s.io": "v1alpha2"}
 
+MAX_SHOWN = 80
+"""Characters of a value that is not what it should be."""
+
 
 class Pod(NamedTuple):
     """What is kept of a pod: enough to tell whether a change matters."""
@@ -50,7 +53,7 @@ class _Pod(msgspec.Struct):
 
 
 class _Pool(msgspec.Struct):
-    spec: dict[str, Any]
+    spec: Any = msgspec.UNSET
 
 
 _pod = msgspec.json.Decoder(_Pod).decode
@@ -72,16 +75,45 @@ def pod_of(raw: msgspec.Raw | bytes) -> Pod:
 
 def pool_of(raw: msgspec.Raw | bytes) -> Pool:
     """An InferencePool, v1 (`selector.matchLabels`, `targetPorts`) or v1alpha2 (`selector`, `targetPortNumber`).
-    Raises `msgspec.ValidationError`."""
+    Raises `msgspec.ValidationError`: which field, what it is, what it should be."""
     spec = _pool(raw).spec
-    selector = spec.get("selector") or {}
-    labels = selector.get("matchLabels", selector)
-    ports = [port.get("number") for port in spec.get("targetPorts") or ()] or [spec.get("targetPortNumber")]
-    if not labels or not all(isinstance(value, str) for value in labels.values()):
-        raise msgspec.ValidationError("the InferencePool's selector has no labels")
-    if not all(isinstance(port, int) and 1 <= port <= 65535 for port in ports):
-        raise msgspec.ValidationError("the InferencePool has no target ports")
-    return Pool(",".join(f"{key}={value}" for key, value in sorted(labels.items())), tuple(ports))
+    if not isinstance(spec, dict):
+        raise _misfit("spec", spec, "an object with selector and targetPorts")
+    labels = _labels_of(spec.get("selector", msgspec.UNSET))
+    return Pool(",".join(f"{key}={value}" for key, value in sorted(labels.items())), _ports_of(spec))
+
+
+def _labels_of(selector: Any) -> dict[str, str]:
+    field, labels = "spec.selector", selector
+    if isinstance(selector, dict) and "matchLabels" in selector:
+        field, labels = "spec.selector.matchLabels", selector["matchLabels"]
+    if not isinstance(labels, dict) or not labels or not all(isinstance(value, str) for value in labels.values()):
+        raise _misfit(field, labels, "the labels of the model's pods, each with a text")
+    return labels
+
+
+def _ports_of(spec: dict[str, Any]) -> tuple[int, ...]:
+    ports, old = spec.get("targetPorts", msgspec.UNSET), spec.get("targetPortNumber")
+    if (ports is msgspec.UNSET or not ports) and old is not None:
+        if not _is_port(old):
+            raise _misfit("spec.targetPortNumber", old, "a port, 1 to 65535")
+        return (old,)
+    if not isinstance(ports, list) or not ports:
+        raise _misfit("spec.targetPorts", ports, "a list of {number: PORT}")
+    for index, port in enumerate(ports):
+        if not isinstance(port, dict) or not _is_port(port.get("number")):
+            raise _misfit(f"spec.targetPorts[{index}]", port, "{number: PORT}, 1 to 65535")
+    return tuple(port["number"] for port in ports)
+
+
+def _is_port(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= 65535
+
+
+def _misfit(field: str, value: Any, wanted: str) -> msgspec.ValidationError:
+    text = "missing" if value is msgspec.UNSET else msgspec.json.encode(value).decode()
+    found = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+    return msgspec.ValidationError(f"{field} is {found}; it should be {wanted}")
 
 
 def members_of(pods: dict[str, Pod], ports: Sequence[int], own: str) -> dict[Address, Member]:

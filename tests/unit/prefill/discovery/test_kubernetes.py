@@ -56,6 +56,46 @@ def test_pools() -> None:
             pool_of(raw(bad))
 
 
+LABELS = {"app": "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ([], "`object`, got `array`"),
+        ({}, "spec is missing; it should be an object"),
+        ({"spec": None}, "spec is null; it should be"),
+        ({"spec": "x"}, 'spec is "x"; it should be'),
+        ({"spec": {}}, "spec.selector is missing; it should be"),
+        ({"spec": {"selector": "app=vllm"}}, 'spec.selector is "app=vllm"; it should be'),
+        ({"spec": {"selector": ["app"]}}, 'spec.selector is ["app"]; it should be'),
+        ({"spec": {"selector": {"matchLabels": None}}}, "spec.selector.matchLabels is null; it should be"),
+        ({"spec": {"selector": {"matchLabels": [1]}}}, "spec.selector.matchLabels is [1]; it should be"),
+        ({"spec": {"selector": {"matchExpressions": []}}}, "spec.selector is {"),
+        ({"spec": {"selector": {"app": {"a": "b" * 999}}}}, "bbb...; it should be"),
+        ({"spec": {"selector": LABELS}}, "spec.targetPorts is missing; it should be"),
+        ({"spec": {"selector": LABELS, "targetPorts": 8000}}, "spec.targetPorts is 8000; it should be"),
+        ({"spec": {"selector": LABELS, "targetPorts": "8000"}}, 'spec.targetPorts is "8000"; it should be'),
+        ({"spec": {"selector": LABELS, "targetPorts": [8000]}}, "spec.targetPorts[0] is 8000; it should be"),
+        ({"spec": {"selector": LABELS, "targetPorts": {"number": 1}}}, "spec.targetPorts is {"),
+        (
+            {"spec": {"selector": LABELS, "targetPorts": [{"number": 1}, {"number": "2"}]}},
+            'spec.targetPorts[1] is {"number":"2"}; it should be {number: PORT}',
+        ),
+        ({"spec": {"selector": LABELS, "targetPorts": [{"number": True}]}}, "spec.targetPorts[0] is {"),
+        ({"spec": {"selector": LABELS, "targetPorts": [{"number": 65536}]}}, "spec.targetPorts[0] is {"),
+        ({"spec": {"selector": LABELS, "targetPortNumber": "80"}}, 'spec.targetPortNumber is "80"; it should be'),
+        ({"spec": {"selector": LABELS, "targetPortNumber": [80]}}, "spec.targetPortNumber is [80]; it should be"),
+    ],
+)
+def test_no_pools(written: Any, said: str) -> None:
+    """Which field, what it is, and what to make of it, in one line."""
+    with pytest.raises(msgspec.ValidationError) as caught:
+        pool_of(raw(written))
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
 def test_members() -> None:
     pods = {
         "a": Pod("10.0.0.1", READY),
