@@ -72,7 +72,7 @@ class Control(ABC):
                 source, self._endpoints, time.monotonic, self._observer.discovery_failed
             )
         self._facts = FactsKeeper(
-            self._background, self._calls.prefill_probe, self._loop.time, self._endpoint_changed
+            self._background, self._calls.prefill_probe, self._splits, self._loop.time, self._endpoint_changed
         )
         self._own_models = [Told() for _ in range(settings.data_parallel_size)]
         """What each rank of the decode engine serves."""
@@ -136,10 +136,14 @@ class Control(ABC):
             self._endpoints,
             self._calls.prefill_probe,
             list(zip(probes, self._own_models, strict=True)),
-            lambda: self._live.mode is not Mode.OFF,
+            self._splits,
             time.monotonic,
             self._models_told,
         )
+
+    def _splits(self) -> bool:
+        """Whether anything may be prefilled elsewhere at present."""
+        return CONNECTORS[self.settings.kv_connector].splits and self._live.mode is not Mode.OFF
 
     def _open_side_channels(self) -> None:
         gate = self._gate

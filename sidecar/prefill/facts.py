@@ -18,12 +18,14 @@ REFRESH_S = 300.0
 
 
 class FactsKeeper:
-    """Fills `Endpoint.facts` in the background."""
+    """Fills `Endpoint.facts` in the background, while anything may be prefilled elsewhere (`wanted`): handoffs are
+    checked against them, and nothing else looks at them."""
 
     def __init__(
         self,
         background: Background,
         probe: Callable[[Endpoint], EngineProbe],
+        wanted: Callable[[], bool],
         now: Callable[[], float],
         changed: Callable[[Endpoint], None] = lambda _endpoint: None,
     ) -> None:
@@ -31,6 +33,7 @@ class FactsKeeper:
         self._changed = changed
         self._background = background
         self._probe = probe
+        self._wanted = wanted
         self._now = now
         self._next: dict[Endpoint, float] = {}
         self._asking = 0
@@ -38,8 +41,9 @@ class FactsKeeper:
     async def run(self, endpoints: Iterable[Endpoint]) -> None:
         """Asks every endpoint whose turn it is, for ever."""
         while True:
-            for endpoint in sorted(endpoints, key=lambda one: self._next.get(one, 0.0)):  # who has waited longest
-                self.want(endpoint)
+            if self._wanted():  # who has waited longest comes first
+                for endpoint in sorted(endpoints, key=lambda one: self._next.get(one, 0.0)):
+                    self.want(endpoint)
             await asyncio.sleep(LOOK_EVERY_S)
 
     def want(self, endpoint: Endpoint) -> None:

@@ -18,6 +18,8 @@ from tests.integration.sidecar import Sidecar, chat, completion, eventually
 from tests.ports import free_ports
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.integration.client import Answer
 
 BLOCK = 16
@@ -290,3 +292,32 @@ def test_what_is_ahead_returns_to_nothing(started: Started) -> None:
     assert stream(sidecar, 500)
     inputs = next(one["inputs"] for one in sidecar.decisions() if "inputs" in one)
     assert (inputs["local_ahead"], inputs["prefill_ahead"]) == (0, 0)
+
+
+def test_prefill_endpoints_are_not_asked_while_off(tmp_path: Path) -> None:
+    """Their metrics are of use to handoffs alone; a fleet that is off asks for nothing. Either switch starts it."""
+    file = tmp_path / "config.yaml"
+    file.write_text("disagg: off\n", encoding="utf-8")
+    with ThreadedEngine() as decode, ThreadedEngine() as prefill:
+
+        def asked() -> bool:
+            return any(one.target == "/metrics" for one in list(prefill.requests))
+
+        sidecar = Sidecar(
+            *("--model-server-port", str(decode.port), "--prefill", prefill.address),
+            *("--config", str(file), "--nixl-relay", "off"),  # whose word counts for more, and ends the asking
+        )
+        time.sleep(1.5)
+        assert not asked()
+        sidecar.admin("PUT", "/disagg", "auto")
+        eventually(asked)
+        sidecar.stop()
+        prefill.requests.clear()
+        sidecar = Sidecar(
+            *("--model-server-port", str(decode.port), "--prefill", prefill.address),
+            *("--config", str(file), "--nixl-relay", "off"),
+        )
+        assert not asked()
+        file.write_text("disagg: on\n", encoding="utf-8")
+        eventually(asked)
+        sidecar.stop()

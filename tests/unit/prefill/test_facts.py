@@ -17,8 +17,14 @@ class World:
         self.clock = 1000.0
         self.asked = 0
         self.told = EngineFacts()
+        self.is_wanted = True
         self.background = Background()
-        self.keeper = FactsKeeper(self.background, lambda _endpoint: self, lambda: self.clock)  # type: ignore[arg-type,return-value]
+        self.keeper = FactsKeeper(
+            self.background,
+            lambda _endpoint: self,  # type: ignore[arg-type,return-value]
+            lambda: self.is_wanted,
+            lambda: self.clock,
+        )
 
     async def facts(self, timeout_s: float) -> EngineFacts:
         self.asked += 1
@@ -47,6 +53,23 @@ def test_asked_once_in_a_while() -> None:
         assert a.facts == EngineFacts()
 
     asyncio.run(main())
+
+
+def test_nobody_is_asked_while_nothing_may_be_prefilled_elsewhere() -> None:
+    """And everybody soon after that is switched on."""
+
+    async def main() -> None:
+        world, a = World(), endpoint()
+        world.is_wanted = False
+        world.background.start("facts", world.keeper.run([a]))
+        await asyncio.sleep(60)
+        assert not world.asked
+        world.is_wanted = True
+        await asyncio.sleep(2 * LOOK_EVERY_S)
+        assert world.asked == 1
+        await world.background.close()
+
+    clock.run(main())
 
 
 def test_of_many_some_are_asked_at_the_same_time() -> None:
@@ -84,7 +107,7 @@ def test_silent_ones_keep_nobody_from_his_turn() -> None:
 
     async def main() -> None:
         background, silent = Background(), Silent()
-        keeper = FactsKeeper(background, silent, asyncio.get_running_loop().time)  # type: ignore[arg-type]
+        keeper = FactsKeeper(background, silent, lambda: True, asyncio.get_running_loop().time)  # type: ignore[arg-type]
         many = [Endpoint(Address("a", 1 + number), configured=True) for number in range(5 * AT_ONCE)]
         background.start("facts", keeper.run(many))
         await asyncio.sleep(60)
