@@ -369,8 +369,8 @@ class ClientConnection(asyncio.Protocol):
         settings = self._service.settings
         wait_s = settings.client_body_timeout if self._reading else settings.client_idle_timeout
         self.deadline = self._service.loop.time() + wait_s
-        if request.upgrade:
-            transport.resume_reading()
+        if (request.upgrade or request.is_streamed) and len(self._queue) < MAX_PIPELINED:
+            transport.resume_reading()  # the engine that it waited for may never have come
         self._begin_next()
 
     def _begin_next(self) -> None:

@@ -212,6 +212,21 @@ def test_streamed_body_that_the_engine_answers_early(rig: Rig) -> None:
     assert len(rig.decoded()) == 1
 
 
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_request_behind_a_streamed_body_that_nobody_took(rig: Rig, framing: str) -> None:
+    """The client had to wait for an engine that was not there; what it asks next is read all the same."""
+    headers = [("Content-Type", "audio/wav"), *([("Transfer-Encoding", "chunked")] if framing == "chunked" else [])]
+    rig.decode.refuse()
+    with rig.sidecar.connect() as client:
+        for _ in range(3):
+            client.request("POST", "/v1/audio", chunked(b"abc") if framing == "chunked" else b"abc", headers)
+            answer = client.answer("POST")
+            assert (answer.status, answer.header("connection")) == (503, None)
+        rig.decode.accept()
+        client.request("GET", "/version")
+        assert client.answer().status == 200
+
+
 def test_streamed_body_behind_another_request(rig: Rig) -> None:
     rig.decode.engine.limits.prefill_seconds_per_1k_tokens = 0.5
     kind = ("Content-Type", "application/octet-stream")
