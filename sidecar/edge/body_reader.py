@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from sidecar.edge.client import ClientConnection
 
 
+READ_IN_PLACE_BYTES = 131072
+"""Less than this is not worth a change of protocol."""
+READ_BEFORE = 8
+"""Part of a body that must have arrived before there is a place for all of it: a length is easily stated."""
+
+
+def is_worth_its_place(request: Request) -> bool:
+    """Whether the rest of a body that has begun is to be read by a `BodyReader`."""
+    is_there = request.size * READ_BEFORE >= request.length
+    return is_there and request.length - request.size >= READ_IN_PLACE_BYTES and not request.is_streamed
+
+
 class BodyReader(asyncio.BufferedProtocol):
     """Stands in for a client connection while a large body is read."""
 

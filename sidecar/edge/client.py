@@ -13,7 +13,7 @@ from typing import cast
 import httptools
 
 from sidecar.edge import errors, sockets
-from sidecar.edge.body_reader import BodyReader
+from sidecar.edge.body_reader import BodyReader, is_worth_its_place
 from sidecar.edge.request import MAX_HEAD_BYTES, Headers, Request
 from sidecar.edge.runner import Runner
 from sidecar.edge.service import Service
@@ -27,10 +27,6 @@ LINGER_S = 2.0
 """After an answer to a request that was not read to its end, what still arrives is thrown away for so long; closing
 at once would reset the connection before the client has read the answer."""
 WRITE_HIGH_WATER_BYTES = 65536
-READ_IN_PLACE_BYTES = 131072
-"""Less than this is not worth a change of protocol."""
-READ_BEFORE = 8
-"""Part of a body that must have arrived before there is a place for all of it: a length is easily stated."""
 
 _NO_PARSER = cast("httptools.HttpRequestParser", None)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -102,10 +98,10 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = self._service.loop.time() + self._service.settings.client_head_timeout
 
     def eof_received(self) -> None:
-        """Either kind of transport closes now. One with TLS first sends what is buffered, for as long as the client
-        lets it: whoever computes for this client need not wait for that."""
-        if self.transport is not None and not self.transport.can_write_eof():
-            self._leave()
+        """The transport closes now, and first sends what is buffered: whoever computes for this client need not
+        wait for that."""
+        self._leave()
+        self._closes()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
@@ -148,11 +144,14 @@ class ClientConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._paused = False
-        if self._runner is not None:  # else what is read now is the end of an answer, and the idle time runs on
-            self.deadline = 0.0
-            self._runner.resume()
-        else:
+        runner = self._runner
+        if runner is None:  # what is read now is the end of an answer, and the idle time runs on
             self._begin_next()
+            return
+        self.deadline = 0.0
+        if runner.request is self._request:
+            self.body_progressed()
+        runner.resume()
 
     @property
     def _is_free(self) -> bool:
@@ -246,10 +245,7 @@ class ClientConnection(asyncio.Protocol):
     def _read_in_place(self, request: Request) -> None:
         """The rest of a large body of stated length goes from the socket to its place, not into pieces."""
         transport = self.transport
-        missing = request.length - request.size
-        if request.size * READ_BEFORE < request.length:
-            return
-        if missing < READ_IN_PLACE_BYTES or request.is_streamed or self._deaf or transport is None:
+        if self._deaf or transport is None or not is_worth_its_place(request):
             return
         transport.pause_reading()
         transport.set_protocol(BodyReader(self, request))
@@ -282,7 +278,8 @@ class ClientConnection(asyncio.Protocol):
         request.is_complete = True
         request.trailers = b"".join([b"%b: %b\r\n" % trailer for trailer in self._trailers])
         if request.is_streamed and self._runner is not None and self._runner.request is request:
-            self.deadline = 0.0
+            if not self._paused:
+                self.deadline = 0.0
             self._runner.body_end(request.trailers)
             return
         parts = request.parts
@@ -356,6 +353,7 @@ class ClientConnection(asyncio.Protocol):
             transport.abort()
         else:
             transport.close()
+            self._closes()
 
     def answered(self, request: Request) -> None:
         """The current request is over; the next one follows."""
@@ -428,6 +426,7 @@ class ClientConnection(asyncio.Protocol):
             transport.write_eof()
         else:  # with TLS what still arrives is thrown away until the client has said goodbye too
             transport.close()
+            self._closes()
         if unread:
             self._linger()
 
@@ -437,12 +436,18 @@ class ClientConnection(asyncio.Protocol):
             self.transport.resume_reading()  # a body may have had to wait
         self.deadline = self._service.loop.time() + LINGER_S
 
+    def _closes(self) -> None:
+        """What is buffered is sent first, to a client that may read no further."""
+        self._lingering = True
+        self.deadline = self._service.loop.time() + self._service.settings.client_idle_timeout
+
     def _close_idle(self) -> None:
         """Nothing is under way. TLS says goodbye and waits for the client's, which need not come."""
         self._deaf = True
         transport = self.transport
         if transport is not None and not transport.is_closing():
             transport.close()
+            self._closes()
             if not transport.can_write_eof():
                 self._linger()
 
@@ -473,17 +478,12 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = 0.0
         if self.transport is None:
             return
-        if self._lingering:
-            self.transport.abort()
-        elif not self._reading and self._runner is None and not self._queue:
-            self._close_idle()
-            if not self._lingering:  # what is buffered is sent first, to a client that may read no further
-                self._lingering = True
-                self.deadline = self._service.loop.time() + self._service.settings.client_idle_timeout
-        elif self._runner is None and not self._queue:
+        if self._deaf or self._runner is not None or self._queue:
+            self.transport.abort()  # a streamed body that stopped, or a client that reads no more of its answer
+        elif self._reading:
             self._refuse(_row("too_slow"))
-        else:  # a streamed body that stopped, or a client that reads no more of its answer
-            self.transport.abort()
+        else:
+            self._close_idle()
 
     def drain(self) -> None:
         """No further request is wanted."""

@@ -3,6 +3,7 @@ tests/integration's."""
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ class Transport:
     """One that closes once its peer has read what is in its buffer, which no test does."""
 
     aborted = closing = False
+    written = b""
 
     def set_write_buffer_limits(self, high: int) -> None: ...
 
@@ -31,6 +33,11 @@ class Transport:
         return True
 
     def resume_reading(self) -> None: ...
+
+    def write_eof(self) -> None: ...
+
+    def writelines(self, parts: Sequence[bytes]) -> None:
+        self.written += b"".join(parts)
 
     def close(self) -> None:
         self.closing = True
@@ -59,6 +66,12 @@ class IdleRunner:
     def pause(self) -> None: ...
 
     def resume(self) -> None: ...
+
+    def body_piece(self, data: bytes) -> None: ...
+
+    def body_end(self, trailers: bytes) -> None: ...
+
+    def client_left(self) -> None: ...
 
 
 def make_service() -> Any:
@@ -115,3 +128,84 @@ def test_bug_ends_the_connection_and_is_logged(
     assert record.exc_info is not None
     assert str(record.exc_info[1]) == "a bug"
     service.loop.close()
+
+
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}"
+STREAMED = b"POST /v1/audio HTTP/1.1\r\nhost: a\r\ncontent-type: audio/wav\r\ncontent-length: 2\r\n\r\n"
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ClientConnection, Transport]]:
+    """A connection whose requests are answered when the test says so."""
+    monkeypatch.setattr(client, "Runner", IdleRunner)
+    service = make_service()
+    connection, transport = ClientConnection(service, set()), Transport()
+    connection.connection_made(cast("Any", transport))
+    yield connection, transport
+    service.loop.close()
+
+
+def answer(connection: ClientConnection) -> None:
+    assert connection._runner is not None
+    connection.answered(connection._runner.request)
+
+
+def last_answer(connection: ClientConnection) -> None:
+    connection.close_when_answered()
+    answer(connection)
+
+
+def broken_off(connection: ClientConnection) -> None:
+    connection.close_after_write(reset=False)
+    answer(connection)
+
+
+def half_closed(connection: ClientConnection) -> None:
+    assert connection.eof_received() is None  # type: ignore[func-returns-value]
+    connection.transport.close()  # type: ignore[union-attr]  # as transports do then
+
+
+@pytest.mark.parametrize("ended", [last_answer, broken_off, half_closed])
+@pytest.mark.parametrize("behind", [b"", b"POST"], ids=["nothing more", "half a request"])
+def test_client_that_does_not_read_the_end(
+    connected: tuple[ClientConnection, Transport], ended: Callable[[ClientConnection], None], behind: bytes
+) -> None:
+    """What is written last may not fill the buffer, and would wait in it for ever."""
+    connection, transport = connected
+    connection.data_received(REQUEST + behind)
+    ended(connection)
+    assert transport.closing
+    assert connection.deadline
+    connection.overdue()
+    assert transport.aborted
+
+
+def test_refusal_for_a_client_that_does_not_read(connected: tuple[ClientConnection, Transport]) -> None:
+    """It waits for the answer before it, though not for ever."""
+    connection, transport = connected
+    connection.data_received(REQUEST)
+    connection.pause_writing()
+    connection.data_received(b"POST / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n")
+    answer(connection)
+    assert transport.written == b""
+    assert connection.deadline
+    connection.overdue()
+    assert transport.aborted
+
+
+def test_streamed_body_of_a_client_that_does_not_read(connected: tuple[ClientConnection, Transport]) -> None:
+    """The engine may answer before the body's end. Whatever is late has its deadline: first the client's reading,
+    then its body."""
+    connection, transport = connected
+    connection.data_received(STREAMED)
+    connection.pause_writing()
+    connection.resume_writing()
+    assert connection.deadline, "the body is yet to come"
+    connection.pause_writing()
+    connection.data_received(b"{}")
+    assert connection.deadline, "the answer is yet to be read"
+    connection.resume_writing()
+    assert connection.deadline == 0.0
+    connection.pause_writing()
+    connection.overdue()
+    assert transport.aborted
