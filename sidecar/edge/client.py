@@ -98,8 +98,7 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = self._service.loop.time() + self._service.settings.client_head_timeout
 
     def eof_received(self) -> None:
-        """The transport closes now, and first sends what is buffered: whoever computes for this client need not
-        wait for that."""
+        """The transport closes now, though first it sends what is buffered. Who computes need not wait for that."""
         self._leave()
         self._closes()
 
@@ -343,26 +342,21 @@ class ClientConnection(asyncio.Protocol):
     def close_after_write(self, *, reset: bool) -> None:
         """The answer cannot be completed; what is written goes out, then the connection ends. `reset`: for a client
         that would take an orderly end for that of the answer."""
-        self._deaf = True
         transport = self.transport
-        if transport is None:
-            return
-        if reset:
+        if reset and transport is not None:
             sockets.reset_on_close(transport)
-        if reset and not transport.can_write_eof():  # TLS would say goodbye
-            transport.abort()
-        else:
-            transport.close()
-            self._closes()
+            if not transport.can_write_eof():  # TLS would say goodbye
+                transport.abort()
+        self._end(unread=self._asks_on and not reset)
 
     def answered(self, request: Request) -> None:
         """The current request is over; the next one follows."""
         self._runner = None
         transport = self.transport
-        if transport is None or transport.is_closing():
+        if transport is None or transport.is_closing() or self._lingering:
             return
         if self._close_when_answered or self._request is request:
-            self._end(unread=self._request is request)
+            self._end(unread=self._asks_on or request.upgrade)
             return
         settings = self._service.settings
         wait_s = settings.client_body_timeout if self._reading else settings.client_idle_timeout
@@ -399,6 +393,12 @@ class ClientConnection(asyncio.Protocol):
         is_open = transport is not None and not transport.is_closing() and not self._lingering
         return is_open and self._runner is None and not self._paused
 
+    @property
+    def _asks_on(self) -> bool:
+        """Whether more comes than is answered: a socket closed unread is reset, and what the client has yet to read
+        of its answers is lost."""
+        return self._reading or bool(self._queue) or self._refusal is not None
+
     def _refuse(self, row: Row, detail: str = "") -> None:
         """The request at hand cannot be read, so nothing behind it can be trusted."""
         if self._deaf:
@@ -419,16 +419,17 @@ class ClientConnection(asyncio.Protocol):
     def _end(self, *, unread: bool) -> None:
         """The last answer is written. `unread`: the client may still be sending."""
         transport = self.transport
-        if transport is None:
+        if transport is None or transport.is_closing():
             return
         self._deaf = True
         if unread and transport.can_write_eof():
             transport.write_eof()
         else:  # with TLS what still arrives is thrown away until the client has said goodbye too
             transport.close()
-            self._closes()
         if unread:
             self._linger()
+        if not unread or transport.get_write_buffer_size():
+            self._closes()
 
     def _linger(self) -> None:
         self._lingering = True

@@ -97,6 +97,30 @@ def test_pipelined_requests_are_answered_in_order(rig: Rig) -> None:
     assert answers[2].events[-1] == b"[DONE]"
 
 
+@pytest.mark.parametrize("ended_by", ["client", "engine"])
+def test_client_that_asks_on_behind_its_last_answer(rig: Rig, ended_by: str) -> None:
+    """A connection closed while requests are unread would be reset, and what the client has yet to read lost."""
+    size = 100_000
+    rig.decode.fault(Fault(pad_bytes=size), path=COMPLETIONS)
+    if ended_by == "engine":
+        rig.decode.fault(Fault(raw=b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc"), path="/v1/x")
+    last = request("GET", "/v1/x", headers=[("Connection", "close")] if ended_by == "client" else [])
+    with rig.sidecar.connect() as client:
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # most of it waits at the sidecar
+        further = request("GET", "/version") * 9000
+        client.send(request("POST", COMPLETIONS, completion(), rig.headers()) + last + further)
+        eventually(lambda: [asked.target for asked in rig.decoded()][1:] == ["/v1/x"])
+        eventually(lambda: not rig.sidecar.in_flight())
+        answer = client.answer("POST")
+        assert answer.status == 200
+        assert len(answer.body) > size
+        if ended_by == "client":
+            assert client.answer().header("connection") == "close"
+            assert client.at_end()
+        else:
+            assert client.rest().endswith(b"abc")
+
+
 def test_many_pipelined_requests(rig: Rig) -> None:
     """More than are read ahead, in small packets; not more than one is with the engine at a time."""
     count = 100
