@@ -133,7 +133,8 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(_row("head_too_large"))
 
     def body_progressed(self) -> None:
-        self.deadline = self._service.loop.time() + self._service.settings.client_body_timeout
+        if not self._deaf:
+            self.deadline = self._service.loop.time() + self._service.settings.client_body_timeout
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -214,17 +215,17 @@ class ClientConnection(asyncio.Protocol):
         if refusal is not None:
             self._refuse(*refusal)
             return
-        if not request.has_body or request.upgrade:  # of one that wishes to upgrade the parser reads the head alone
-            return
-        if self._is_free:
+        # Of a request that wishes to upgrade the parser reads the head alone.
+        if request.has_body and not request.upgrade and self._is_free:
             self._body_may_come(request)
 
     def _body_may_come(self, request: Request) -> None:
         """It is this request's turn, and its body is still to be read."""
         self.body_progressed()
         if request.expects_continue and not request.http_1_0 and not request.size:
+            request.expects_continue = False  # it is said once, even if the client has to read it first
             self.write((_CONTINUE,))
-        if request.is_streamed and not request.size:
+        if request.is_streamed and not request.size and not self._paused:
             self._start(request)
 
     def on_body(self, piece: bytes) -> None:
@@ -294,8 +295,7 @@ class ClientConnection(asyncio.Protocol):
                 self.transport.pause_reading()
 
     def _upgrade_wished(self, rest: memoryview) -> tuple[bytes | memoryview, ...]:
-        """The parser stopped behind a head that asks for another protocol; `rest` is what follows it. Returns what
-        is to be read on, last part first."""
+        """The parser stopped at a head's end, `rest` follows. Returns what is to be read on, last part first."""
         if self._deaf:
             return ()
         request = self._queue.pop()

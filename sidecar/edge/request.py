@@ -259,13 +259,17 @@ class Request:
 
     def without_upgrade(self) -> bytes:
         """The head again, as bytes, without its wish to upgrade (RFC 9110 7.8: a server may ignore it)."""
+        wish = (b"upgrade", b"http2-settings")
         lines = b"".join(
             [
                 b"%b: %b\r\n" % header
                 for key, header in zip(self._keys, self.headers, strict=True)
-                if key not in (b"upgrade", b"connection", b"http2-settings")
+                if key != b"connection" and key not in wish
             ]
         )
+        options = [option.strip() for value in self.values(b"connection") for option in value.split(b",")]
+        if kept := [option for option in options if option and option.lower() not in wish]:
+            lines += b"connection: %b\r\n" % b", ".join(kept)
         version = b"1.0" if self.http_1_0 else b"1.1"
         return b"%b %b HTTP/%b\r\n%b\r\n" % (self.method, self.target, version, lines)
 

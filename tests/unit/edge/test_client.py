@@ -21,6 +21,9 @@ class Transport:
     aborted = closing = half_closed = False
     written = b""
 
+    @staticmethod
+    def written_all() -> None: ...
+
     def set_write_buffer_limits(self, high: int) -> None: ...
 
     def get_extra_info(self, _name: str) -> None:
@@ -42,6 +45,7 @@ class Transport:
 
     def writelines(self, parts: Sequence[bytes]) -> None:
         self.written += b"".join(parts)
+        self.written_all()
 
     def close(self) -> None:
         self.closing = True
@@ -195,6 +199,30 @@ def test_refusal_for_a_client_that_does_not_read(connected: tuple[ClientConnecti
     assert connection.deadline
     connection.overdue()
     assert transport.aborted
+
+
+@pytest.mark.parametrize("head", [REQUEST[:-2], STREAMED], ids=["read", "streamed"])
+def test_go_ahead_that_fills_the_buffer(connected: tuple[ClientConnection, Transport], head: bytes) -> None:
+    """It is given once, and nothing begins before the client reads it."""
+    connection, transport = connected
+    transport.written_all = connection.pause_writing
+    connection.data_received(head.replace(b"host: a", b"host: a\r\nexpect: 100-continue"))
+    assert connection._runner is None
+    transport.written_all = lambda: None
+    connection.resume_writing()
+    connection.data_received(b"{}")
+    assert connection._runner is not None
+    assert transport.written == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def test_large_body_that_still_comes_after_a_refusal(connected: tuple[ClientConnection, Transport]) -> None:
+    """It is thrown away, for the while that is meant for that, however slowly it comes."""
+    connection, _ = connected
+    connection.data_received(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000\r\n\r\n{")
+    connection.overdue()
+    ends_at = connection.deadline
+    connection.body_progressed()  # as its reader says
+    assert connection.deadline == ends_at
 
 
 def test_streamed_body_of_a_client_that_does_not_read(connected: tuple[ClientConnection, Transport]) -> None:

@@ -371,3 +371,15 @@ def test_head_without_its_wish_to_upgrade() -> None:
     assert one.upgrade
     expected = b"POST /v1/completions?x HTTP/1.1\r\nHost: sidecar\r\ncontent-length: 5\r\n\r\n"
     assert one.without_upgrade() == expected
+
+
+def test_what_else_concerns_the_connection_is_no_wish_to_upgrade() -> None:
+    """A client that wants it closed waits for that, and a field for us alone stays one."""
+    one = request(
+        (b"Connection", b"close, Upgrade,X-Hop"),
+        (b"Upgrade", b"h2c"),
+        (b"X-Hop", b"1"),
+        (b"connection", b"http2-settings"),
+    )
+    expected = b"POST /v1/completions HTTP/1.1\r\nHost: sidecar\r\nX-Hop: 1\r\nconnection: close, X-Hop\r\n\r\n"
+    assert one.without_upgrade() == expected
