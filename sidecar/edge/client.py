@@ -347,7 +347,7 @@ class ClientConnection(asyncio.Protocol):
             sockets.reset_on_close(transport)
             if not transport.can_write_eof():  # TLS would say goodbye
                 transport.abort()
-        self._end(unread=self._asks_on and not reset)
+        self._end(unread=not reset)
 
     def answered(self, request: Request) -> None:
         """The current request is over; the next one follows."""
@@ -356,7 +356,8 @@ class ClientConnection(asyncio.Protocol):
         if transport is None or transport.is_closing() or self._lingering:
             return
         if self._close_when_answered or self._request is request:
-            self._end(unread=self._asks_on or request.upgrade)
+            # A socket closed unread is reset: what the client has yet to read of its answers would be lost.
+            self._end(unread=request.keep_alive or self._reading or self._refusal is not None)
             return
         settings = self._service.settings
         wait_s = settings.client_body_timeout if self._reading else settings.client_idle_timeout
@@ -393,12 +394,6 @@ class ClientConnection(asyncio.Protocol):
         is_open = transport is not None and not transport.is_closing() and not self._lingering
         return is_open and self._runner is None and not self._paused
 
-    @property
-    def _asks_on(self) -> bool:
-        """Whether more comes than is answered: a socket closed unread is reset, and what the client has yet to read
-        of its answers is lost."""
-        return self._reading or bool(self._queue) or self._refusal is not None
-
     def _refuse(self, row: Row, detail: str = "") -> None:
         """The request at hand cannot be read, so nothing behind it can be trusted."""
         if self._deaf:
@@ -424,11 +419,12 @@ class ClientConnection(asyncio.Protocol):
         self._deaf = True
         if unread and transport.can_write_eof():
             transport.write_eof()
+            self._linger()
         else:  # with TLS what still arrives is thrown away until the client has said goodbye too
             transport.close()
-        if unread:
-            self._linger()
-        if not unread or transport.get_write_buffer_size():
+            if self._reading:
+                self._linger()
+        if not self._lingering or transport.get_write_buffer_size():
             self._closes()
 
     def _linger(self) -> None:

@@ -121,6 +121,21 @@ def test_client_that_asks_on_behind_its_last_answer(rig: Rig, ended_by: str) -> 
             assert client.rest().endswith(b"abc")
 
 
+def test_client_that_asks_on_once_its_last_answer_is_written(rig: Rig) -> None:
+    """It cannot know: it has yet to read the answers before."""
+    size = 100_000
+    rig.decode.fault(Fault(pad_bytes=size), path=COMPLETIONS)
+    rig.decode.fault(Fault(raw=b"HTTP/1.1 200 OK\r\n\r\nabc"), path="/v1/x")
+    with rig.sidecar.connect() as client:
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # most of it waits at the sidecar
+        client.send(request("POST", COMPLETIONS, completion(), rig.headers()) + request("GET", "/v1/x"))
+        eventually(lambda: [asked.target for asked in rig.decoded()][1:] == ["/v1/x"])
+        eventually(lambda: not rig.sidecar.in_flight())
+        client.request("GET", "/version")
+        assert len(client.answer("POST").body) > size
+        assert client.answer().body == b"abc"
+
+
 def test_many_pipelined_requests(rig: Rig) -> None:
     """More than are read ahead, in small packets; not more than one is with the engine at a time."""
     count = 100
