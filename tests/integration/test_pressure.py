@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -80,6 +81,7 @@ def test_slow_reader_of_many_answers(rig: Rig) -> None:
         client.socket.settimeout(20)
         for _ in range(count):
             client.request("POST", COMPLETIONS, completion())
+        eventually(rig.decoded)
         asked = -1
         while asked != len(rig.decoded()):
             asked = len(rig.decoded())
@@ -243,8 +245,10 @@ def test_nobody_waits_for_a_large_compressed_body(rig: Rig) -> None:
     """Of 60 MB, in 60 KB: who comes a moment later is served first."""
     packed = gzip.compress(large(60 * MIB))
     with Client(rig.sidecar.address, timeout_s=60) as patient, Client(rig.sidecar.address) as other:
+        rig.sidecar.signal(signal.SIGSTOP)  # however long this process is kept from asking
         patient.request("POST", COMPLETIONS, packed, [("Content-Encoding", "gzip")])
         other.request("POST", COMPLETIONS, completion())
+        rig.sidecar.signal(signal.SIGCONT)
         assert other.answer("POST").status == 200
         assert patient.answer("POST").status == 200
     first, last = (len(one.body) for one in rig.decoded())
