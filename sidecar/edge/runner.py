@@ -121,12 +121,17 @@ class Runner:
             self._decide()
 
     def _decoded(self, body: Buffer | Undecodable) -> None:
-        if isinstance(body, Undecodable):
-            self._refuse(body.row, body.detail)
-        else:
-            self.request.body = body
-            self.request.inflated = True
-            self._decide()
+        try:
+            if isinstance(body, Undecodable):
+                self._refuse(body.row, body.detail)
+            else:
+                self.request.body = body
+                self.request.inflated = True
+                self._decide()
+        except Exception:  # in a turn of its own nobody else would end the request
+            _log.exception("a request ends by a bug of ours (%s)", self.request.request_id.decode())
+            if self.client is not None:
+                self.client.abort()
 
     def _decide(self) -> None:
         request, service = self.request, self.service

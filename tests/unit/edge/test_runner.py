@@ -91,3 +91,18 @@ def test_what_others_wait_for_is_given_back_before_anything_is_learnt_or_told(
     bench.runner.finish()
     assert sorted(bench.done[: len(HELD) + 1]) == sorted([*HELD, "leg_ended"])
     assert bench.done[-1] == "client", "the next request begins in this call"
+
+
+def test_bug_while_nobody_else_is_on_the_stack(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A body that took some turns to inflate: the client is not left waiting."""
+
+    def bug(_runner: Runner) -> None:
+        raise RuntimeError("a bug")
+
+    bench = Bench(monkeypatch, "")
+    monkeypatch.setattr(Runner, "_decide", bug)
+    bench.runner._decoded(b"{}")
+    assert bench.aborted == 1
+    assert "a request ends by a bug of ours (r-1)" in caplog.text
