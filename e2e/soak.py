@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -154,6 +154,14 @@ async def soak(
         for engine in engines:
             await engine.stop()
     return soaked
+
+
+async def _until_ended(run: Coroutine[Any, Any, Soaked]) -> Soaked:
+    """`run`, which ends the sidecar and all else that it started on SIGTERM too: an exception out of a signal's
+    handler would end the loop before that."""
+    task = asyncio.ensure_future(run)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
 
 
 async def _storm(sidecar: Sidecar, engines: list[Engine], seconds: float, seed: float, soaked: Soaked) -> None:
@@ -320,7 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
         soaked = days.soak(*lengths)
     else:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            soaked = runner.run(soak(*lengths))
+            soaked = runner.run(_until_ended(soak(*lengths)))
     text = markdown(soaked, described, started, real=options.real)
     print(text)
     if options.write:
