@@ -11,7 +11,7 @@ import pytest
 from sidecar.connectors.connector import Handoff
 from sidecar.edge.head import Head
 from sidecar.edge.legs import DecodeLeg
-from sidecar.exchange.apis import APIS
+from sidecar.exchange.apis import APIS, Api
 from sidecar.exchange.failures import TABLE, Stage
 
 
@@ -42,20 +42,24 @@ def client() -> Client:
     return Client()
 
 
-@pytest.fixture
-def leg(client: Client) -> DecodeLeg:
+def relaying(client: Client, api: Api | None, handoff: Handoff | None) -> DecodeLeg:
     """One that relays whatever head comes."""
     runner: Any = SimpleNamespace(
         client=client,
-        api=None,
+        api=api,
         request=SimpleNamespace(http_1_0=False),
         write_head=lambda _head, **_framing: b"head;",
         first_byte=lambda: None,
         finish=lambda _pieces: None,
+        decode_answered=lambda _head: leg.relay(),
     )
-    runner.decode_answered = lambda _head: leg.relay()
-    leg = DecodeLeg(runner, (), None, streams_body=False)
+    leg = DecodeLeg(runner, (), handoff, streams_body=False)
     return leg
+
+
+@pytest.fixture
+def leg(client: Client) -> DecodeLeg:
+    return relaying(client, None, None)
 
 
 def head(*, with_more: bool) -> Head:
@@ -92,16 +96,7 @@ def test_a_head_that_waits_is_among_the_last_words(leg: DecodeLeg) -> None:
 def test_trailers_follow_an_answer_that_is_framed_anew(client: Client) -> None:
     """RFC 9112, 7.1.2: they stand behind the last chunk."""
     api = APIS[b"/v1/chat/completions"]
-    runner: Any = SimpleNamespace(
-        client=client,
-        api=api,
-        request=SimpleNamespace(http_1_0=False),
-        write_head=lambda _head, **_framing: b"head;",
-        first_byte=lambda: None,
-        finish=lambda _pieces: None,
-        decode_answered=lambda _head: leg.relay(),
-    )
-    leg = DecodeLeg(runner, (), Handoff(params=b"{}", prompt_tokens=1, cached_tokens=7), streams_body=False)
+    leg = relaying(client, api, Handoff(params=b"{}", prompt_tokens=1, cached_tokens=7))
     answer = head(with_more=True)
     leg.head(answer)
     field = api.cached_tokens
